@@ -15,6 +15,8 @@ from fakes.held_clock import HeldClock
 from fakes.web_files import WebFile, web_files
 
 from batchmill.engines import media_urls
+from batchmill.engines.media_hosts import FAILED_MAX, HOSTS_MAX, PAUSE_MAX_S, PAUSE_S, SILENT_S, MediaHosts
+from batchmill.engines.media_places import Places
 from batchmill.engines.row_media import READS_MAX, RowMedia
 from batchmill.errors import InvalidRow
 from batchmill.models import secrets
@@ -323,3 +325,108 @@ async def test_files_and_cells_are_read_beside_urls(web, tmp_path):
         loading.close()
         path.write_bytes(PNG + b"!")
         assert await code_of(media, row) == "media_changed"
+
+
+async def test_rows_that_wait_hold_up_no_others(web):
+    """As many as may load at once wait for another attempt, or for one that does: a row of another URL is loaded."""
+
+    class StandingClock(HeldClock):
+        async def sleep(self, seconds: float) -> None:
+            self.slept.append(seconds)
+            await asyncio.Event().wait()
+
+    web.files |= {"/good": WebFile(PNG)} | {f"/down{n}": WebFile(status=503) for n in range(READS_MAX)}
+    urls = [f"{web.url}/down{n % READS_MAX}" for n in range(2 * READS_MAX)]
+    async with loader(clock := StandingClock()) as media:
+        waiting = [asyncio.create_task(code_of(media, row_of(url))) for url in urls]
+        while len(clock.slept) < READS_MAX:
+            await asyncio.sleep(0)
+        assert await code_of(media, row_of(f"{web.url}/good")) == ""
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not media._held and not media.places._taken and not media.places._waiting
+        assert await code_of(media, row_of(f"{web.url}/good")) == ""
+
+
+async def test_a_place_for_the_row_that_must_go_on():
+    """All others have places and wait for it: it gets one beyond them, also if it becomes the first while it waits."""
+    first = None
+    places = Places(2, lambda: first)
+    await places.take(1)
+    await places.take(2)
+    third, fourth = (asyncio.create_task(places.take(number)) for number in (3, 4))
+    await asyncio.sleep(0)
+    assert not third.done() and not fourth.done()
+    first = 4
+    places.check()
+    await fourth
+    places.leave(1)
+    await asyncio.sleep(0)
+    assert not third.done(), "two have places"
+    places.leave(2)
+    await third
+    fifth = asyncio.create_task(places.take(5))
+    await asyncio.sleep(0)
+    places.leave(4)
+    fifth.cancel()  # it has its place, and does not know
+    await asyncio.gather(fifth, return_exceptions=True)
+    assert places._taken == {3}
+
+
+async def test_a_server_that_is_gone_is_given_up(web, monkeypatch):
+    """Then its rows fail without a call, rows of others do not; one asks again, and an answer ends it."""
+    clock = HeldClock()
+    web.files["/good"] = WebFile(PNG)
+    with socket.socket() as gone:
+        gone.bind((web.host, 0))
+        host = f"{web.host}:{gone.getsockname()[1]}"
+        async with loader(clock) as media:
+            for number in range(FAILED_MAX - 1):
+                assert await code_of(media, row_of(f"http://{host}/{number}.png")) == "media_unavailable"
+            clock.at += SILENT_S
+            attempts = len(clock.slept)
+            assert media.note == ""
+            assert await code_of(media, row_of(f"http://{host}/last.png")) == "media_unavailable"
+            assert len(clock.slept) == attempts + 2 and f"media of {host} do not come" in media.note
+            for number in range(20):
+                loading = media.begin(row_of(f"http://{host}/more{number}.png"))
+                with pytest.raises(InvalidRow, match="was given up for a while") as refused:
+                    await loading.make(media_in)
+                loading.close()
+                assert refused.value.code == "media_unavailable"
+                assert await code_of(media, row_of(f"{web.url}/good")) == ""
+            assert len(clock.slept) == attempts + 2
+            clock.at += PAUSE_S
+            assert await code_of(media, row_of(f"http://{host}/again.png")) == "media_unavailable"
+            assert len(clock.slept) == attempts + 3, "one attempt, and another pause"
+            assert f"in {2 * PAUSE_S - clock.slept[-1]:.0f} s" in media.note
+            clock.at += 2 * PAUSE_S
+            media.urls._hosts.answered(f"http://{host}/again.png")
+            assert media.note == ""
+
+
+def test_few_servers_are_remembered():
+    """The ones that failed last. A server that answers in between is never given up, nor one that failed just now."""
+    hosts = MediaHosts()
+    for number in range(HOSTS_MAX + 1):
+        hosts.failed(f"https://h{number}.example/a", "no", 1.0, is_last=True)
+    assert len(hosts._hosts) == HOSTS_MAX and "h0.example:443" not in hosts._hosts
+    for number in range(3 * FAILED_MAX):
+        hosts.failed("https://a.example/", "no", number * SILENT_S, is_last=True)
+        if number % (FAILED_MAX - 1) == 0:
+            hosts.answered("https://a.example/b")
+        hosts.check("https://a.example/c", number * SILENT_S)
+        hosts.failed("https://b.example/", "no", 1.0, is_last=True)
+        hosts.check("https://b.example/c", 1.0)
+    for _ in range(10):  # one row at a time asks again, later and later
+        hosts.failed("https://b.example/", "no", 1.0 + SILENT_S, is_last=False)
+    hosts.failed("https://b.example/", "no", 1.0 + SILENT_S, is_last=True)
+    with pytest.raises(InvalidRow):
+        hosts.check("https://b.example/c", 1.0 + SILENT_S)
+    hosts.check("https://b.example/c", 1.0 + SILENT_S + PAUSE_S)
+    with pytest.raises(InvalidRow):
+        hosts.check("https://b.example/c", 1.0 + SILENT_S + PAUSE_S)
+    for _ in range(20):
+        hosts.failed("https://b.example/", "no", 100.0, is_last=False)
+    hosts.check("https://b.example/c", 100.0 + PAUSE_MAX_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 from urllib.parse import urljoin
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 from msgspec import Struct
 from yarl import URL
 
+from batchmill.engines.media_hosts import MediaHosts
 from batchmill.engines.retry import backoff_s, requested_wait_s
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.models import secrets
@@ -51,6 +52,9 @@ class Holder(Protocol):
     async def hold(self, more: int) -> None:
         """Wait until so many bytes more may be held; of fewer than 0: fewer are held from now on."""
 
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """The row waits inside for what takes neither network nor processor: others load meanwhile."""
+
 
 class Fetched(Struct, frozen=True):
     """What a URL led to."""
@@ -62,9 +66,10 @@ class Fetched(Struct, frozen=True):
 class _Later(Exception):
     """The attempt failed, and another may succeed."""
 
-    def __init__(self, why: str, wait_s: float | None = None) -> None:
+    def __init__(self, why: str, wait_s: float | None = None, *, is_down: bool = True) -> None:
         super().__init__(why)
         self.wait_s = wait_s  # that the server asks for
+        self.is_down = is_down  # it may be that the server answers nobody
 
 
 class MediaUrls:
@@ -91,6 +96,7 @@ class MediaUrls:
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # URL -> how many rows want it now
         self._fetching: dict[str, int] = {}  # URL -> number of the row that fetches it
         self._waiting: dict[int, str] = {}  # number of a row -> the URL that another row fetches
+        self._hosts = MediaHosts()
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -98,6 +104,11 @@ class MediaUrls:
             await session.close()
         if self._guard is not None:
             self._guard.close()
+
+    @property
+    def note(self) -> str:
+        """Which servers are given up; empty: none is."""
+        return self._hosts.note(self._clock.monotonic())
 
     def fetcher_for(self, number: int) -> int:
         """The row that a row waits for, because both want the same URL; itself if it waits for none."""
@@ -109,7 +120,7 @@ class MediaUrls:
         Raises: InvalidRow: `media_not_allowed`, `media_missing`, `media_too_large`; `media_unavailable` after the last
         attempt.
         """
-        async with self._turn_of(url, holder.number):
+        async with self._turn_of(url, holder):
             found = self._recent_content(url)
             if found is None:
                 self._check_failures(url, holder.run)
@@ -122,18 +133,23 @@ class MediaUrls:
             return found
 
     @asynccontextmanager
-    async def _turn_of(self, url: str, number: int) -> AsyncIterator[None]:
+    async def _turn_of(self, url: str, holder: Holder) -> AsyncIterator[None]:
+        number = holder.number
         lock, users = self._turns.get(url, (asyncio.Lock(), 0))
         self._turns[url] = lock, users + 1
         self._waiting[number] = url
-        if lock.locked():
-            self._on_wait()
+        is_mine = False
         try:
-            async with lock:
+            async with holder.resting() if lock.locked() else nullcontext():
+                if lock.locked():
+                    self._on_wait()
+                is_mine = await lock.acquire()
                 del self._waiting[number]
                 self._fetching[url] = number
-                yield
+            yield
         finally:
+            if is_mine:
+                lock.release()
             self._waiting.pop(number, None)
             if self._fetching.get(url) == number:
                 del self._fetching[url]
@@ -170,10 +186,16 @@ class MediaUrls:
         attempt = 0
         while True:
             attempt += 1
+            reading = _Reading(url, bytes_max, holder)
             try:
-                return await self._attempt(url, bytes_max, holder)
+                return await self._attempt(url, reading)
             except _Later as error:
-                if attempt >= self._attempts_max or (error.wait_s or 0.0) > WAIT_MAX_S:
+                is_last = attempt >= self._attempts_max or (error.wait_s or 0.0) > WAIT_MAX_S
+                if error.is_down:
+                    self._hosts.failed(reading.at, str(error), self._clock.monotonic(), is_last=is_last)
+                else:
+                    self._hosts.answered(reading.at)
+                if is_last:
                     times = "" if attempt == 1 else f", {attempt} times"
                     why = f"{shown(url)} could not be fetched: {error}{times}; `batchmill retry` tries it again"
                     self._failures[url, holder.run] = self._clock.monotonic(), why
@@ -181,15 +203,16 @@ class MediaUrls:
                         self._failures.popitem(last=False)
                     raise InvalidRow(why, code="media_unavailable") from None
                 wait_s = error.wait_s or backoff_s(attempt, self._jitter)
-            await self._clock.sleep(wait_s)
+            async with holder.resting():
+                await self._clock.sleep(wait_s)
 
-    async def _attempt(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
+    async def _attempt(self, url: str, reading: _Reading) -> Fetched:
         """One request. What was held of a reply that failed is let go. Raises: _Later, InvalidRow."""
-        reading = _Reading(url, bytes_max, holder)
         is_read = False
         try:
             async with self._opened(url, reading) as reply:
                 data = await reading.read(reply)
+            self._hosts.answered(reading.at)
             is_read = True
             digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
             return Fetched(data, FetchedPart(digest, _validator(reply, "ETag"), _validator(reply, "Last-Modified")))
@@ -226,6 +249,8 @@ class MediaUrls:
         at, session = url, await self._session_now()
         for _ in range(REDIRECTS_MAX + 1):
             self._check_url(at)
+            self._hosts.check(at, self._clock.monotonic())
+            reading.at = at
             try:
                 async with reading.timed():
                     reply = await session.get(
@@ -237,6 +262,7 @@ class MediaUrls:
                             self._check(url, reply)
                         yield reply
                         return
+                    self._hosts.answered(at)
                     at = _redirected(at, reply)
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error, TimeoutError):
@@ -258,8 +284,10 @@ class MediaUrls:
         """Raises: _Later, InvalidRow for a reply without the content."""
         status = reply.status
         if status >= 500 or status in _LATER:
-            raise _Later(f"the server answers {status}", requested_wait_s(_lower(reply), self._clock.now()))
+            wait_s = requested_wait_s(_lower(reply), self._clock.now())
+            raise _Later(f"the server answers {status}", wait_s, is_down=status >= 500)
         if status != 200:
+            self._hosts.answered(str(reply.url))
             way_out = "; use a URL that needs no login" if status in (401, 403) else ""
             gone = "there is nothing at" if status in (404, 410) else "the server refuses"
             raise InvalidRow(f"{gone} {shown(url)}: it answers {status}{way_out}", code="media_missing")
@@ -296,6 +324,9 @@ class _Passing:
     async def hold(self, more: int) -> None:
         """There is room."""
 
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
 
 class _Reading:
     """The body of one reply: how much of it is held, and how long its server took."""
@@ -304,6 +335,7 @@ class _Reading:
         self._url, self._bytes_max, self._holder = url, bytes_max, holder
         self._held = 0
         self._left_s = ATTEMPT_S
+        self.at = url  # after redirects
 
     @asynccontextmanager
     async def timed(self) -> AsyncIterator[None]:

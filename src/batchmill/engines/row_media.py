@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from msgspec import Struct
 
 from batchmill.datasets.media.loading import has_media, loaded, read_bytes
 from batchmill.engines.media_copies import CopyReader
+from batchmill.engines.media_places import Places
 from batchmill.engines.media_urls import MediaUrls, too_large
 from batchmill.ports import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
@@ -44,8 +46,8 @@ class RowMedia:
         jitter: Callable[[], float] = random.random,
     ) -> None:  # fmt: skip
         self._bytes_max, self._calls = bytes_max, calls
-        self.urls = MediaUrls(attempts_max, self.wake, clock=clock, jitter=jitter)
-        self.places, self.encoding = asyncio.Semaphore(READS_MAX), asyncio.Lock()
+        self.urls = MediaUrls(attempts_max, self._on_wait, clock=clock, jitter=jitter)
+        self.places, self.encoding = Places(READS_MAX, self._first), asyncio.Lock()
         self._copies, self._numbers = CopyReader(), count()
         self._held: dict[int, int] = {}  # number of a row -> its bytes
         self._waiting: set[int] = set()  # numbers of rows that wait for room
@@ -58,6 +60,20 @@ class RowMedia:
 
     async def close(self) -> None:
         await self.urls.close()
+
+    @property
+    def note(self) -> str:
+        """What keeps media from being loaded, for views; empty: nothing."""
+        return self.urls.note
+
+    def _first(self) -> int | None:
+        """The row that must go on: the oldest, or the one that it waits for."""
+        return self.urls.fetcher_for(next(iter(self._held))) if self._held else None
+
+    def _on_wait(self) -> None:
+        """A row waits for another one."""
+        self.places.check()
+        self.wake()
 
     def begin(self, row: Row) -> LoadingRow:
         number = next(self._numbers)
@@ -118,6 +134,7 @@ class RowMedia:
     def end(self, number: int) -> None:
         self.loaded(number)
         self._held.pop(number, None)
+        self.places.leave(number)
         self.wake()
 
     def _fits(self, number: int, more: int) -> bool:
@@ -131,7 +148,7 @@ class RowMedia:
     def _may_exceed(self, number: int) -> bool:
         """Let the oldest row, or the one that it waits for, exceed the limit, unless calls will make room."""
         has_few_calls = self._calls() <= self._bytes_max // 2
-        if self._beyond is None and has_few_calls and number == self.urls.fetcher_for(min(self._held)):
+        if self._beyond is None and has_few_calls and number == self._first():
             self._beyond = number
         return self._beyond == number
 
@@ -175,8 +192,11 @@ class LoadingRow:
         row = self.row
         if not has_media(row):
             return prepare(row)
-        async with self._media.places:
+        await self._media.places.take(self.number)
+        try:
             contents = await self._load(row)
+        finally:
+            self._media.places.leave(self.number)
         self._media.loaded(self.number)
         async with self._media.encoding:  # one at a time: a request takes its bytes several times while it is made
             return await asyncio.to_thread(_made, prepare, row, contents)
@@ -203,6 +223,13 @@ class LoadingRow:
         fetched = await self._media.urls.get(part.url, min(bounds.bytes_max, left), self)
         found = type_for(part.kind, part.column, fetched.data[:HEAD_BYTES])
         return _Content(part, found, fetched.data, fetched.about)
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """See `media_urls.Holder`."""
+        self._media.places.leave(self.number)
+        yield
+        await self._media.places.take(self.number)
 
     async def hold(self, more: int) -> None:
         """See `media_urls.Holder`."""

@@ -181,7 +181,8 @@ class LlmEngine:
             in_flight=in_flight,
             in_flight_limit=self._yielding.limit(self._flight.limit, in_flight, now),
             note=self._note
-            or self._adapter_cache.note(self._flow.waiting_for_adapters if self._flow is not None else 0),
+            or self._adapter_cache.note(self._flow.waiting_for_adapters if self._flow is not None else 0)
+            or (self._flow.media_note if self._flow is not None else ""),
             live=self._yielding.live,
             kv_usage=gauges.kv_usage,
             cached_share=gauges.cached_share,

@@ -230,6 +230,11 @@ class Flow:
         self._loading.discard(task)
         self._on_task_end(task)
 
+    @property
+    def media_note(self) -> str:
+        """What keeps media of rows from being loaded; empty: nothing."""
+        return self._media.note
+
     def _held_bytes(self) -> int:
         """Of the calls in flight and of those that wait."""
         in_flight = [entry.call for entry in self._in_flight.values()]

@@ -53,6 +53,7 @@ class ProviderBatchEngine:
         self._folder: Path | None = None
         self._shards: dict[asyncio.Task[None], ProviderShard] = {}
         self._moved = asyncio.Event()  # a shard has begun, ended or failed
+        self._media: RowMedia | None = None  # of the last run
 
     async def start(self) -> None:
         """Open the connection pool. The provider is not called yet."""
@@ -64,7 +65,8 @@ class ProviderBatchEngine:
     async def run(self, feed: Feed, sink: Sink) -> None:
         assert self._folder is not None, "call start() first"
         slots = asyncio.Semaphore(self._settings.jobs_max)
-        media = RowMedia(HELD_BYTES_MAX, lambda: 0, attempts_max=self._model.limits.attempts_max, clock=self._clock)
+        attempts_max = self._model.limits.attempts_max
+        media = self._media = RowMedia(HELD_BYTES_MAX, lambda: 0, attempts_max=attempts_max, clock=self._clock)
         tools = Tools(
             self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots,
             self._moved, media,
@@ -105,6 +107,7 @@ class ProviderBatchEngine:
         again = sum(job.rows for job in submitted if job.attempt)
         asked = f" ({again:,} asked for again: their answers did not fit the schema)" if again else ""
         notes = [f"{len(submitted)} job{plural}, {done:,} of {rows:,} rows done there{asked}"] if submitted else []
+        notes += [] if self._media is None or not self._media.note else [self._media.note]
         notes += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
         note = f"{self._provider}: {'; '.join(notes)}" if notes else ""
         return EngineStats(rows, self._settings.jobs_max * self._api.limits.rows_max, note)

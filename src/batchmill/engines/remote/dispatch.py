@@ -97,6 +97,11 @@ class Dispatch:
         if self._stopped is not None:
             raise self._stopped
 
+    @property
+    def media_note(self) -> str:
+        """What keeps media of rows from being loaded; empty: nothing."""
+        return self._media.note
+
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)
         self._tasks.add(task)

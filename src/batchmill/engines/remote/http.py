@@ -242,6 +242,7 @@ class HttpEngine:
     def stats(self) -> EngineStats:
         window = self._pacer.window
         live, note = self._live_queue.in_flight, self._pacer.note(self._clock.monotonic())
+        note = note or ("" if self._dispatch is None else self._dispatch.media_note)
         return EngineStats(window.in_flight - live, window.limit, note, live)
 
     def _refuse_unknown(self, arguments: dict[str, str | int | float | bool | None]) -> None:
