@@ -6,6 +6,7 @@ The functions bring a stand-in for CUDA's driver, whose state they set as kernel
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from function_process_support import Answers, deployed, running, table_rows
 
 from batchmill.engines.function.engine import FunctionEngine
 from batchmill.errors import ModelFailed
+from batchmill.function_runtime import gpus
 from batchmill.types import Outcome, Row
 
 DRIVER = """
@@ -125,18 +127,59 @@ async def test_batches_that_do_not_fit_in_memory_become_smaller(tmp_path: Path, 
     assert max(called[-10:]) <= 20
 
 
-async def test_a_row_that_does_not_fit_in_memory_fails_alone(tmp_path: Path) -> None:
-    """Its error is the exception; the process goes on."""
+@pytest.mark.parametrize("kind", ["", "async "])
+async def test_a_row_that_does_not_fit_in_memory_fails_alone(tmp_path: Path, kind: str) -> None:
+    """Its error is the exception; the process goes on, and later batches are as large as before."""
+    sizes = tmp_path / "sizes"
     text = (
         DRIVER
-        + """
+        + f"""
 @batchmill.batched(64)
-def f(n):
+{kind}def f(n):
+    with open({str(sizes)!r}, "a") as file: file.write(f"{{len(n)}}\\n")
     if 41 in n: raise OutOfMemoryError("CUDA out of memory")
     return n
 """
     )
     async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
-        outcomes = await outcomes_of(engine, table_rows(*[{"n": n} for n in range(100)]))
+        outcomes = await outcomes_of(engine, table_rows(*[{"n": n} for n in range(2000)]))
         errors = {each.row.number: each.error for each in outcomes if each.error is not None}
         assert {number: error.code for number, error in errors.items()} == {41: "OutOfMemoryError"}
+    assert max(int(size) for size in sizes.read_text().split()[-10:]) == 64
+
+
+async def test_callers_beside_the_one_that_loses_the_gpu_read_nothing_of_it(tmp_path: Path) -> None:
+    """A call that was interrupted is not repeated unless the function is idempotent, and has nobody else's message."""
+    called = tmp_path / "called"
+    text = (
+        DRIVER
+        + f"""
+async def f(n):
+    with open({str(called)!r}, "a") as file: file.write(f"{{n}}\\n")
+    if n == 41:
+        while open({str(called)!r}).read().count("\\n") < 2: await asyncio.sleep(0.01)
+        kernel(n)
+    await asyncio.Event().wait()
+"""
+    )
+    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        async with asyncio.timeout(PATIENCE_S):
+            replies = await asyncio.gather(*[answers.ask("arguments", {"n": n}) for n in (7, 41)])
+        raised = [each.raised for each in replies if each.raised is not None]
+        assert [(each.code, each.message) for each in raised] == [
+            ("gpu_lost", LOST),
+            ("gpu_lost", f"{LOST}: RuntimeError: CUDA error 710"),
+        ]
+    assert sorted(called.read_text().split()) == ["41", "7"]
+
+
+def test_a_driver_that_is_loaded_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a search in vain is not repeated before the process loads a library."""
+    monkeypatch.setattr(gpus, "DRIVER", "libBrokenLocale.so.1")  # of glibc, and used by nobody
+    assert gpus._driver() is None
+    assert gpus._driver() is None
+    assert not gpus.is_lost()
+    library = ctypes.CDLL(gpus.DRIVER)
+    found = gpus._driver()
+    assert found is not None and found._handle == library._handle

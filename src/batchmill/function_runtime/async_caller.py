@@ -205,7 +205,7 @@ class AsyncLoop:
                 value = await call_with(self._code.call, ask.bound, row)
         except BaseException as error:  # SystemExit and the like too: one row must not end the process
             self._refuse_cancel()
-            self._replies.end_if_lost(error, [ask])
+            self._replies.end_if_lost(error, [ask.id])
             ask.errors[row] = self._error_of(error)
         else:
             sync_callers.keep_result(ask, row, value, self._code, self._serializer)
@@ -281,7 +281,7 @@ class AsyncLoop:
             sync_callers.share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # as in _call_row
             self._refuse_cancel()
-            self._replies.end_if_lost(error, [ask for ask, _, _ in parts])
+            self._replies.end_if_lost(error, [ask.id for ask, _, _ in parts])
             if rows > 1:
                 self._was_too_large = gpus.is_out_of_memory(error)
                 return False
@@ -295,15 +295,16 @@ class AsyncLoop:
     async def _cut(self, parts, rows):
         if all(ask.is_abandoned for ask, _, _ in parts):
             return
-        if self._was_too_large:
-            self._bisection.did_not_fit(rows)
-        elif self._bisection.should_split_singly(rows):
+        was_too_large, failed = self._was_too_large, self._failed
+        if not was_too_large and self._bisection.should_split_singly(rows):
             for part in singles(parts):
                 await self._try(part, 1)
             return
         for part, part_rows in zip(halves(parts), (rows // 2, rows - rows // 2)):
             if not await self._try(part, part_rows):
                 await self._cut(part, part_rows)
+        if was_too_large and self._failed == failed:
+            self._bisection.did_not_fit(rows)
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

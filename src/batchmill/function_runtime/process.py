@@ -182,19 +182,20 @@ class Replies:
         """End a stream."""
         self._link.put({"kind": "piece", "id": stream_id, "ended": True, "error": error})
 
-    def end_if_lost(self, error, called):
+    def end_if_lost(self, error, ids):
         """End the process if it has lost its GPU to this exception of user code: a new process can use it again.
 
         The caller has noted in `progress` which rows are running, and those are to blame.
 
         Args:
-            called: what shared the call. Only if it is one does the worker get the exception's message.
+            ids: of the requests that shared the call. Only if it is one does the worker get the exception's message.
         """
-        if not gpus.is_lost():
+        if self._link.is_child or not gpus.is_lost():
             return
         print(trace_of(error), file=sys.stderr, flush=True)
-        text = f"{type(error).__name__}: {text_of(error)}" if len(set(called)) == 1 else ""
-        self._link.put({"kind": "lost", "message": text})
+        first, *others = set(ids)
+        text = f"{type(error).__name__}: {text_of(error)}"
+        self._link.put({"kind": "lost"} | ({} if others else {"id": first, "message": text}))
         self._link.flush()
         os._exit(LOST)
 

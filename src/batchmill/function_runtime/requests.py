@@ -334,8 +334,9 @@ class Bisection:
             self._rows_max, self._fitted = self._rows_max + max(1, self._rows_max // 4), 0
 
     def did_not_fit(self, rows):
-        """Learn that memory did not suffice for a call of so many rows."""
-        self._rows_max, self._fitted = max(1, rows // 2), 0
+        """Learn that memory did not suffice for a call of so many rows, each of which fits alone."""
+        half = max(1, rows // 2)
+        self._rows_max, self._fitted = half if self._rows_max is None else min(half, self._rows_max), 0
 
     def size(self, size):
         """The rows of a batch that is likely to succeed."""

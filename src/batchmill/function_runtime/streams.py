@@ -166,7 +166,7 @@ class Streams:
         try:
             self._open[meta["id"]] = (events_of(self._code, bound), meta["exact"], called)
         except BaseException as error:  # user code
-            self._replies.end_if_lost(error, [called])
+            self._replies.end_if_lost(error, [meta["id"]])
             self._replies.end_stream(meta["id"], row_error(error, self._memory_bytes))
         printing.idle()
         self._progress.none()
@@ -184,7 +184,7 @@ class Streams:
         except StopIteration:
             self._end(stream_id)
         except BaseException as error:  # user code
-            self._replies.end_if_lost(error, [called])
+            self._replies.end_if_lost(error, [stream_id])
             self._end(stream_id, row_error(error, self._memory_bytes))
         else:
             if not self._replies.piece(stream_id, event, exact=exact):

@@ -169,7 +169,7 @@ class RowCaller:
     def _fail(self, ask, row, error):
         if self._link.is_child:
             os._exit(0)
-        self._replies.end_if_lost(error, [ask])
+        self._replies.end_if_lost(error, [ask.id])
         is_shown = ask.from_job or len(ask.errors) < TRACES_MAX
         ask.errors[row] = self._error_of(error, with_trace=is_shown)
 
@@ -516,8 +516,7 @@ class ListCaller:
                 os._exit(0)
             share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # SystemExit and the like too: one batch must not end the process
-            if not self._link.is_child:
-                self._replies.end_if_lost(error, [ask for ask, _, _ in parts])
+            self._replies.end_if_lost(error, [ask.id for ask, _, _ in parts])
             return error
         finally:
             if self._link.is_child:
@@ -531,10 +530,12 @@ class ListCaller:
     def _cut(self, parts, rows):
         """Find the failing rows of a batch that raised, and store all results."""
         if self._was_too_large:
-            self._bisection.did_not_fit(rows)
+            failed = self._failed
             left, right = halves(parts)
             self._settle(left, rows // 2)
             self._settle(right, rows - rows // 2)
+            if self._failed == failed:  # otherwise a row is too large by itself, which says nothing of other batches
+                self._bisection.did_not_fit(rows)
             return
         if self._bisection.should_split_singly(rows):
             for part in singles(parts):

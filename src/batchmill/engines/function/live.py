@@ -76,7 +76,8 @@ class FunctionLiveCall(ProcessWork):
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         can_repeat = self._calls.is_idempotent and blame.fault.code != HUNG
-        can_repeat |= blame.fault.code == GPU_LOST and not blame.is_alone  # as a batch that raised
+        if blame.fault.code == GPU_LOST and not blame.is_alone and self._calls.interface.calls != "row":
+            can_repeat = True  # as the rows of a batch that raised
         if can_repeat and not self._is_second:
             self._is_second = True
             return None, [self]

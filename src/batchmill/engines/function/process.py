@@ -38,6 +38,7 @@ MESSAGE_CHARS_MAX = 2048  # of a process's last words
 # What reading one may raise.
 INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of live calls
+NOBODY = -1
 
 ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"staged":%b,"exact":%b,"slot":%d,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
@@ -52,6 +53,12 @@ class ProcessFault(Struct, frozen=True):
 
     code: str  # CRASHED, HUNG, MEMORY_LIMIT, GPU_LOST
     message: str
+    caused_by: int = NOBODY  # the request whose exception the message ends with: it is nobody else's to read
+    exception: str = ""
+
+    def told_to(self, id_: int) -> ProcessFault:
+        """The fault as one request may know it."""
+        return ProcessFault(self.code, f"{self.message}: {self.exception}" if id_ == self.caused_by else self.message)
 
     @property
     def deaths_max(self) -> int:
@@ -79,10 +86,12 @@ def silent(seconds: float) -> ProcessFault:
     return ProcessFault(CRASHED, f"the function's process ran none of its calls and sent nothing for {seconds:g} s")
 
 
-def gpu_lost(message: object) -> ProcessFault:
-    """Args: message: of the exception, from the process; empty if it belongs to several callers."""
-    text = f": {message[:MESSAGE_CHARS_MAX]}" if isinstance(message, str) and message else ""
-    return ProcessFault(GPU_LOST, f"the function's process cannot use its GPU any more after this call{text}")
+def gpu_lost(id_: object, exception: object) -> ProcessFault:
+    """Args: from the process; None if several requests shared the call."""
+    fault = ProcessFault(GPU_LOST, "the function's process cannot use its GPU any more after this call")
+    if isinstance(id_, int) and isinstance(exception, str):
+        return msgspec.structs.replace(fault, caused_by=id_, exception=exception[:MESSAGE_CHARS_MAX])
+    return fault
 
 
 class Blame(Struct, frozen=True):
@@ -388,7 +397,7 @@ class Process:
         for meta, buffers in frames:
             try:
                 if meta["kind"] == "lost":
-                    self.replace(gpu_lost(meta["message"]))
+                    self.replace(gpu_lost(meta.get("id"), meta.get("message")))
                     return
                 if meta["kind"] == "results":
                     self._counted(meta)
@@ -428,7 +437,7 @@ class Process:
         if called and not is_ours and not blamed:
             blamed, are_suspects = self._unexplained(called)
         for id_ in {id_ for id_, _, _ in blamed if id_ in self.works}:
-            self.works[id_].note(self.calls, fault.message)
+            self.works[id_].note(self.calls, fault.told_to(id_).message)
         self._settle(had, fault, blamed, are_suspects=are_suspects)
         if self._idle_deaths >= IDLE_DEATHS_MAX or self._blamed_deaths >= BLAMED_DEATHS_MAX:
             count = max(self._idle_deaths, self._blamed_deaths)
@@ -465,14 +474,14 @@ class Process:
             work.is_suspect = are_suspects and work.holds_up
             del self.works[work.id]
             if work.id in rows:
-                more, alone = work.blame(Blame(fault, rows[work.id], is_alone))
+                more, alone = work.blame(Blame(fault.told_to(work.id), rows[work.id], is_alone))
                 suspects += alone
             else:
                 more = work.again()
             if more is not None:
                 (suspects if are_suspects and more.holds_up else again).append(more)
         self._running = 0
-        # Suspects of this death go before older ones: they are halves of what went first.
+        # Suspects of this death go before older ones: they are parts of what went first.
         self._suspects.extendleft(reversed(suspects))
         self._waiting.extendleft(reversed(again))
         self.works = {work.id: work for work in (*again, *suspects)} | self.works
