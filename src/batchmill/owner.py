@@ -12,9 +12,11 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 
 from msgspec import Struct
 
+from batchmill.children.offload import Children
 from batchmill.config import BackupsEntry, Config
 from batchmill.control.admin import ClusterHandlers, ConnectorHandlers, JobHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
@@ -205,13 +207,26 @@ def _storage_of(config: Config, environ: Mapping[str, str] | None) -> Storage | 
     return Storage(url, settings, {name: value for name, value in variables.items() if name not in settings})
 
 
-def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
+def _children_of(prepared: PreparedProcesses | None) -> Children | None:
+    return None if prepared is None else prepared.children
+
+
+def _runs_openly(executor: Executor, provisions: OwnerProvisions, *, serves: bool) -> bool:
+    """Whether code of projects would run on nodes that others use, and not isolated."""
+    is_isolated = provisions.isolation is not None
+    return serves and not is_isolated and isinstance(executor, ClusterExecutor) and not executor.is_local
+
+
+def _make_versions(
+    store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm, runs_openly: Callable[[], bool]
+) -> ModelVersions:
     """Make the service of deployed functions. It is not loaded yet."""
     config = store.config
     builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation, store.stored)
     provisions.restore_with(builder.restore)
     return ModelVersions(
         store.database, store.clock, directory, builder=builder, quotas=config.project_quotas, warm=warm,
+        runs_openly=runs_openly,
     )  # fmt: skip
 
 
@@ -303,7 +318,8 @@ async def open_owner(
         )  # closing the jobs, which happens before, ends its workers
         store.vault.listen(lambda _: dispatcher.provide())
         directory = ModelDirectory(configured or ConfiguredModels(config))
-        versions = _make_versions(store, provisions, directory, dispatcher.live.replace)
+        runs_openly = partial(_runs_openly, executor, provisions, serves=serves)
+        versions = _make_versions(store, provisions, directory, dispatcher.live.replace, runs_openly)
         models = await _open_models(
             stack, store, directory, versions, engines=dispatcher,
             calls=dispatcher.live, quarantine=dispatcher.quarantine,
@@ -316,7 +332,7 @@ async def open_owner(
         jobs = JobService(
             JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered, tasks, config.projects),
             commit_log, dispatcher, clock,
-            adapters=models.adapters, retention=config.retention, children=prepared and prepared.children,
+            adapters=models.adapters, schema_code=versions, retention=config.retention, children=_children_of(prepared),
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
         await jobs.recover(resume_server_jobs=serves)

@@ -587,5 +587,9 @@ class ClusterExecutor(Protocol):
 
     tasks: NodeTasks | None  # None: nodes read and write no object store
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its nodes are this machine. False until that is known."""
+
     async def view(self, *, brief: bool = False) -> ClusterView:
         """The cluster, what runs there and what waits. `brief`: without asking it."""

@@ -18,7 +18,6 @@ from fakes.beside import beside
 import batchmill
 from batchmill.cli.main import cli
 from batchmill.cli.session import Session
-from batchmill.errors import InvalidInput
 
 CODE = """
 import os, time
@@ -152,7 +151,7 @@ class Score:
 
 
 def test_a_class_of_a_program(folder, monkeypatch):
-    """`batchmill.run` takes the class itself; the client of a server refuses what it would not run."""
+    """`batchmill.run` takes the class itself."""
     (folder / "scored.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(folder)
     Score = importlib.import_module("scored").Score
@@ -163,8 +162,6 @@ def test_a_class_of_a_program(folder, monkeypatch):
         )
         assert (job.view.rows_ok, job.view.rows_failed) == (2, 1)
         assert "the score 9 is above 1" in job.failures()["error"][0].as_py()
-    with pytest.raises(InvalidInput, match="which a server does not run"):
-        batchmill.Client("http://127.0.0.1:1", "k").run("in.jsonl", model="m", prompt="{text}", schema=Score)
 
 
 NOTEBOOK = """

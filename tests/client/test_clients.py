@@ -52,8 +52,8 @@ def _without_unset(hint):
 def test_the_typed_keywords_are_the_fields():
     """An editor offers exactly the fields that the server takes, with their types."""
     for options, struct, own, added in (
-        (WorkOptions, Work, {"files", "schema"}, {"model", "schema"}),
-        (JobOptions, NewJob, {"files", "schema"}, {"model", "schema"}),
+        (WorkOptions, Work, {"files", "schema"}, {"model", "schema", "schema_requirements"}),
+        (JobOptions, NewJob, {"files", "schema"}, {"model", "schema", "schema_requirements"}),
         (LlmOptions, NewLlm, {"name", "base_model"}, set()),
         (LlmChanges, LlmChange, set(), set()),
         (DeployOptions, DeployOrder, bundling.OWN, {

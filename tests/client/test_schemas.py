@@ -94,8 +94,10 @@ def test_which_classes_have_code() -> None:
     """Those with a `__post_init__`, wherever it is in them; models of pydantic with functions."""
     assert [has_validators(each) for each in (Struct, Data, Typed, Node, Checked, Outer)] == [False] * 4 + [True] * 2
     assert not has_validators({"type": "object"}) and not has_validators("a: int")
-    with pytest.raises(InvalidInput, match="which a server does not run"):
-        described(NewJob, ["f"], {"models": ["m"], "schema": Checked})
+    order = {"models": ["m"], "schema": Checked, "schema_requirements": "pydantic"}
+    assert described(NewJob, ["f"], order, may_have_code=True).schema == schema_of(Checked)
+    with pytest.raises(InvalidInput, match="schema_requirements is for a schema whose class"):
+        described(NewJob, ["f"], order | {"schema": Data}, may_have_code=True)
     pydantic = pytest.importorskip("pydantic")
 
     class Plain(pydantic.BaseModel):

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,12 +228,10 @@ async def test_code_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_class_without_code_is_its_schema(code: Path) -> None:
-    """No process validates with it, at a server neither; one with code is refused there."""
-    plain = await class_schema("reviews.py:Plain", code.parent, OutputSchema("", 1, "x_"), is_local=False)
+    """No process validates with it."""
+    plain = await class_schema("reviews.py:Plain", code.parent, OutputSchema("", 1, "x_"))
     assert (plain.validator, plain.attempts, plain.prefix) == ("", 1, "x_") and '"text"' in plain.document
-    with pytest.raises(InvalidInput, match="which a server does not run"):
-        await class_schema("reviews.py:Data", code.parent, OutputSchema(""), is_local=False)
-    assert (await class_schema("reviews:Data", code.parent, OutputSchema(""), is_local=True)).validator
+    assert (await class_schema("reviews:Data", code.parent, OutputSchema(""))).validator
     names = {
         "app.py:A": True,
         "a.b:C": True,
@@ -292,3 +291,32 @@ async def test_a_process_ends_with_its_worker(validators: Validators, code: Path
     assert [found.problems for found in await check(validators, schema, "raises", "raises")][1] == [
         "the text is of no use"
     ]
+
+
+async def test_many_classes_take_turns(code: Path, monkeypatch: pytest.MonkeyPatch, validators: Validators) -> None:
+    """A worker has a few processes at once, however many classes its jobs have; those without answers end."""
+    monkeypatch.setattr(module, "IDLE_MAX", 1)
+    monkeypatch.setattr(module, "TURN_S", 0.0)
+    monkeypatch.setattr(module, "CLASSES_MAX", 3)
+    validators = module.Validators(lambda: None)
+    monkeypatch.setattr(validators._slots, "_free", asyncio.Semaphore(2))
+    running: list[int] = []
+    start = module.ValidatorProcess.start
+
+    async def counted(*words: Any) -> Any:
+        found = await start(*words)
+        running.append(sum(each._process is not None for each in validators._classes.values()) + 1)
+        return found
+
+    monkeypatch.setattr(module.ValidatorProcess, "start", counted)
+    schemas = []
+    for number in range(5):
+        path = code.with_name(f"own{number}.py")
+        path.write_text(CODE)
+        schemas.append(schema_of(path, "Review"))
+    found = await asyncio.gather(*(validators.checked(each, b'{"text":"good"}') for each in schemas for _ in range(20)))
+    assert found == [Checked([])] * 100
+    assert max(running) <= 2 + 1 and len(running) >= 5
+    assert sum(each._process is not None for each in validators._classes.values()) <= 1
+    await validators.checked(schemas[0], b'{"text":"good"}')
+    await validators.close()

@@ -26,7 +26,7 @@ from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, p
 from batchmill.services.data_dirs import data_dirs
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
-from batchmill.types import JobOrder, JobView, ModelSpec, ReuseCount, SalvageReport
+from batchmill.types import JobOrder, JobView, ModelSpec, OutputSchema, ReuseCount, SalvageReport
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
@@ -177,6 +177,10 @@ class LocalApp:
             return None
         async with self.open(config) as client:
             return (await client.call(typed_request(operations.FIND_MODEL, name))).model
+
+    async def deployed_schema(self, config: Config, name: str) -> OutputSchema:
+        async with self.open(config) as client:
+            return (await client.call(typed_request(operations.FIND_SCHEMA, name))).schema
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         if not model.traits.loads_adapters or model.name not in config.models or not data_dirs.has_models(config):

@@ -5,6 +5,7 @@ It uploads inputs and downloads results, so that commands need not know where a 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -21,11 +22,13 @@ from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.inputs import Source
+from batchmill.client.schema_classes import reference_of, refused, settings_of
 from batchmill.client.streams import FileContent
 from batchmill.config import Config
-from batchmill.errors import InvalidInput, UnknownName
+from batchmill.errors import Forbidden, InvalidInput, UnknownName
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_path, output_kind
+from batchmill.models import functions
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.types import (
@@ -34,6 +37,7 @@ from batchmill.types import (
     ModelSpec,
     OutputSchema,
     Sample,
+    SchemaVersion,
     Submitted,
 )
 from batchmill.wire.input_urls import is_input_url
@@ -71,20 +75,21 @@ class RemoteApp:
 
     async def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> SealReport:
         async with self._client() as client, _uploaded(client, order) as files:
-            return _with_paths(await client.validate(files, **work_of(order)), files, order)
+            work = work_of(await _with_schema_version(client, order))
+            return _with_paths(await client.validate(files, **work), files, order)
 
     async def preview_plan(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Explanation | None]:
         async with self._client() as client, _uploaded(client, order) as files:
-            preview = await client.plan(files, **work_of(order))
+            preview = await client.plan(files, **work_of(await _with_schema_version(client, order)))
             return _with_paths(preview.report, files, order), preview.plan
 
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Estimate | None]:
         async with self._client() as client, _uploaded(client, order) as files:
-            preview = await client.estimate(files, **work_of(order))
+            preview = await client.estimate(files, **work_of(await _with_schema_version(client, order)))
             return _with_paths(preview.report, files, order), preview.estimate
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO, *, sampled: bool = False) -> int:
@@ -137,6 +142,9 @@ class RemoteApp:
         """None: the server resolves the name when it gets the job."""
         return None
 
+    async def deployed_schema(self, config: Config, name: str) -> OutputSchema:
+        return OutputSchema("", version=SchemaVersion(name))
+
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         """The model as it is: the server adds its adapters."""
         return model
@@ -153,7 +161,8 @@ class ServerJobs(JobsClient):
     async def submit(self, order: JobOrder) -> Submitted:
         """Upload the inputs and start the job. `watch` downloads the results once the job has ended."""
         _check_output(order)
-        job = await self._client.submit(order.dataset.paths, **job_of(order))
+        sent = await _with_schema_version(self._client, order)
+        job = await self._client.submit(order.dataset.paths, **job_of(sent))
         uploads = [each for each in job.view.input if not is_input_url(each)]
         self._names |= dict(zip(uploads, _local(order), strict=True))
         self._orders[job.id] = order
@@ -235,8 +244,28 @@ def _sample_fields(sample: Sample | None) -> dict[str, Any]:
 def _schema_fields(schema: OutputSchema | None) -> dict[str, Any]:
     if schema is None:
         return {}
-    document = msgspec.json.decode(schema.document)
-    return {"schema": document, "schema_attempts": schema.attempts, "field_prefix": schema.prefix}
+    fields = {"schema_attempts": schema.attempts, "field_prefix": schema.prefix}
+    if schema.version is not None:
+        return {"validator": schema.version.reference} | fields
+    assert not schema.validator, "a class with code is deployed first"
+    return {"schema": msgspec.json.decode(schema.document)} | fields
+
+
+async def _with_schema_version(client: AsyncClient, order: JobOrder) -> JobOrder:
+    """Deploy the class of an order, if its schema is one that validates in Python. The same code is the same version.
+
+    Raises: Forbidden for a key that may not, with the way out; ModelFailed with the traceback.
+    """
+    schema = order.schema
+    if schema is None or not schema.validator or schema.version is not None:
+        return order
+    source = functions.parse(schema.validator)
+    path = await asyncio.to_thread(functions.file_of, source)
+    try:
+        reply = await client.deploy(f"{path}:{source.attribute}", **settings_of({}))
+    except Forbidden as error:
+        raise refused(f"{path.name}:{source.attribute}", error) from None
+    return replace(order, schema=replace(schema, version=SchemaVersion(reference_of(reply.version))))
 
 
 def job_of(order: JobOrder) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, to_storage_error
 from batchmill.imports import import_large
 from batchmill.models import redaction
-from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
+from batchmill.types import JobOrder, JobView, ModelSpec, OutputSchema, SalvageReport
 from batchmill.wire.native import DeployReply, ModelInfo
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ class App(Protocol):
 
     def deploy(self, client: AsyncClient, config: Config, bundle: BinaryIO) -> Awaitable[DeployReply]:
         """Raises: InvalidInput; ModelFailed (`deploy_failed`) with the traceback."""
+
+    def deployed_schema(self, config: Config, name: str) -> Awaitable[OutputSchema]:
+        """The deployed class with this name, as jobs have it; a server resolves the name. Raises: UnknownName."""
 
     def deployed(self, config: Config, name: str) -> Awaitable[ModelSpec | None]:
         """The deployed function or the model of a connector with this name.

@@ -14,11 +14,12 @@ import msgspec
 from msgspec.structs import fields
 
 from batchmill.client.bundling import bundled, frame_columns
+from batchmill.client.schema_classes import has_code
 from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
-from batchmill.wire.class_schemas import has_validators, schema_of
+from batchmill.wire.class_schemas import schema_of
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
     BackendInfo,
@@ -99,22 +100,26 @@ def _refuse_rows(source: object, *, may_be_many: bool) -> None:
     )
 
 
-def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
-    """A job order with these fields; `model` is short for `models` with one name. Raises: InvalidInput."""
+def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, may_have_code: bool = False) -> W:
+    """A job order with these fields; `model` is short for `models` with one name.
+
+    Args: may_have_code: the class of the schema may validate in Python, and its code is deployed before it is sent.
+
+    Raises: InvalidInput.
+    """
     given = dict(options)
     if (model := given.pop("model", None)) is not None:
         if "models" in given:
             raise InvalidInput("model and models are two names of one thing: leave one out")
         given["models"] = [model]
+    is_deployed = has_code(given)
+    assert may_have_code or not is_deployed, "a class with code is deployed, and its version is named"
+    if given.pop("schema_requirements", None) is not None and not is_deployed:
+        raise InvalidInput(
+            "schema_requirements is for a schema whose class validates in Python: leave it out", code="needless_schema"
+        )
     if (source := given.get("schema")) is not None:
         given["schema"] = schema_of(source)
-        if has_validators(source):
-            raise InvalidInput(
-                f"the validators of {source.__name__} are Python, which a server does not run: use "
-                "batchmill.run, or give its JSON Schema alone (a dict, as its model_json_schema() or "
-                "msgspec.json.schema returns it)",
-                code="validators_not_supported",
-            )
     known = [each.name for each in fields(kind) if each.name != "files"]
     for name in given:
         if name not in known:
@@ -210,6 +215,7 @@ class RowOptions(TypedDict, total=False):
     url: str | None  # the path that prompts go to
     params: dict[str, Any]  # further fields of each request that a prompt makes
     schema: dict[str, Any] | type | str | None  # a JSON Schema, or what `schemas.schema_of` makes one of
+    validator: str | None  # in the place of `schema`: NAME or NAME@VERSION of a class that was deployed
     schema_attempts: int  # how often an answer that does not fit is asked for again
     field_prefix: str  # of the columns that the fields of the schema become
     image_columns: list[str]  # whose cells, https:// or data: URLs or bytes of Parquet, go with the prompt
@@ -232,6 +238,7 @@ class WorkOptions(RowOptions, total=False):
 
     model: Name  # short for `models` with one name
     models: list[Name]  # the first is for rows that name none; empty: all
+    schema_requirements: str | None  # of a class whose validators are Python: a requirements file or its text
 
 
 class HowOptions(TypedDict, total=False):
@@ -274,6 +281,7 @@ class DeployOptions(TypedDict, total=False):
     received_shapes: bool
     examples: list[Any]  # arguments by name (an object) or by position (a list): each is called before it counts
     is_shared: bool | None  # other projects may call it
+    kind: Literal["model", "schema"]  # schema: a class that validates answers of jobs
     include: Sequence[str]  # further files and folders, globs too
     input_json: AnyPath | None
     output_json: AnyPath | None

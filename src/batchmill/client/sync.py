@@ -51,9 +51,10 @@ from batchmill.client.messages import (
 from batchmill.client.pairs import load_transport, run_here, sleep
 from batchmill.client.progress import progress_of
 from batchmill.client.queries import check_installed, names_input, query_copies
+from batchmill.client.schema_classes import OptionsT, has_code, refused, settings_of, with_version
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
-from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
+from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
 from batchmill.wire import operations as table
 from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
@@ -127,7 +128,8 @@ class Client:
 
         Raises: InvalidInput for what cannot be run as it is.
         """
-        described(NewJob, ["checked before anything is sent"], options)
+        described(NewJob, ["checked before anything is sent"], options, may_have_code=True)
+        options = self._with_schema_version(options)
         uploaded: list[str] = []
         try:
             job = described(NewJob, self._file_ids(inputs, uploaded), options)
@@ -151,7 +153,7 @@ class Client:
 
         Raises: as `submit`; JobPaused, InvalidDataset.
         """
-        described(NewJob, ["checked before anything is sent"], options)
+        described(NewJob, ["checked before anything is sent"], options, may_have_code=True)
         if not is_data(data):
             job = self.submit(data, **options)
         else:
@@ -251,11 +253,26 @@ class Client:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
             options: the fields of `batchmill.wire.bundles.DeployOrder` (`requirements` is a file or its text), and
                 `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
+                With kind="schema", the source is a class that validates answers of jobs, whose `validator` names it.
 
         Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
         """
         with function_bundle(source, options) as bundle:
             return self.send_bundle(bundle)
+
+    def _with_schema_version(self, options: OptionsT) -> OptionsT:
+        """Deploy the class of an order, if its schema is one that validates in Python: the order names the version.
+
+        Raises: Forbidden for a key that may not, with the way out.
+        """
+        if not has_code(options):
+            return options
+        source: Any = options["schema"]
+        try:
+            reply = self.deploy(source, **settings_of(options))
+        except Forbidden as error:
+            raise refused(source.__name__, error) from None
+        return with_version(options, reply.version)
 
     def send_bundle(self, bundle: BinaryIO) -> DeployReply:
         """Deploy an archive of code. It is sent once: without a reply, the version may exist."""
@@ -437,7 +454,8 @@ class Client:
         self, call: Callable[[Work], TypedRequest[T]], inputs: Source | Iterable[Source], options: WorkOptions
     ) -> T:
         """Preview a dataset, and delete what was uploaded for it."""
-        described(Work, ["checked before anything is sent"], options)
+        described(Work, ["checked before anything is sent"], options, may_have_code=True)
+        options = self._with_schema_version(options)
         uploaded: list[str] = []
         try:
             reply = self.call(call(described(Work, self._file_ids(inputs, uploaded), options)))

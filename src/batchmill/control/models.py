@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from batchmill.control import operations as own
 from batchmill.control.admin import PROJECT, user_of
 from batchmill.control.app import Handler, OwnerCall
-from batchmill.control.operations import LocalFile, ResolvedModel
+from batchmill.control.operations import LocalFile, ResolvedModel, ResolvedSchema
 from batchmill.errors import ModelFailed, UnknownName
 from batchmill.services.adapters.records import FAILED, READY, adapter_info
 from batchmill.services.adapters.service import AdapterService
@@ -239,6 +239,7 @@ class ModelHandlers:
             (own.LIST_ALL_MODELS, self.list),
             (own.ADAPT_MODEL, self.adapt),
             (own.FIND_MODEL, self.find),
+            (own.FIND_SCHEMA, self.find_schema),
         )
 
     async def find(self, call: OwnerCall) -> ResolvedModel:
@@ -249,6 +250,9 @@ class ModelHandlers:
             return ResolvedModel(deployment.model)
         remote = self._remote.find(call.name)
         return ResolvedModel(None if remote is None else self._remote.for_job(remote))
+
+    async def find_schema(self, call: OwnerCall) -> ResolvedSchema:
+        return ResolvedSchema(self._versions.schema_class(user_of(call.project), call.name))
 
     async def adapt(self, call: OwnerCall) -> ResolvedModel:
         """Add the adapters of the project default to a model, and raise its rank limit for all projects' adapters."""

@@ -12,7 +12,17 @@ from msgspec import Struct
 
 from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.secrets.shown import Rotated, SecretInfo
-from batchmill.types import JobOrder, JobView, LedgerReport, ModelSpec, RetryChange, ReuseCount, Scope, Submitted
+from batchmill.types import (
+    JobOrder,
+    JobView,
+    LedgerReport,
+    ModelSpec,
+    OutputSchema,
+    RetryChange,
+    ReuseCount,
+    Scope,
+    Submitted,
+)
 from batchmill.types.cluster import ClusterView
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, ModelList, Name
@@ -100,6 +110,12 @@ class ResolvedModel(Struct, frozen=True):
     model: ModelSpec | None = None
 
 
+class ResolvedSchema(Struct, frozen=True):
+    """The version of a deployed class, in the form that jobs use."""
+
+    schema: OutputSchema
+
+
 class LocalRetry(Struct, frozen=True):
     """A retry, and the model that it names, as the machine's user describes it."""
 
@@ -149,6 +165,10 @@ DEPLOY_ARCHIVE = Endpoint(
 FIND_MODEL = Endpoint(
     "findModel", "GET", f"{_MODELS}/{{name:path}}", "Find the deployed model with a name", _USER, ResolvedModel
 )
+FIND_SCHEMA = Endpoint(
+    "findSchema", "GET", f"{PREFIX}/schemas/{{name:path}}", "Find the version of a deployed class", _USER,
+    ResolvedSchema,
+)  # fmt: skip
 LIST_ALL_MODELS = Endpoint(
     "listAllModels", "POST", f"{_MODELS}/list", "List configured and deployed models", _USER,
     ModelList, body=ModelList, is_idempotent=True,

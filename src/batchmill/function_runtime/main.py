@@ -1,4 +1,5 @@
-"""The program of a function's process: `python main.py SOCKET_FD PROGRESS_FD [REQUESTS_FD RESULTS_FD]`.
+"""The program of a function's process: `python main.py SOCKET_FD PROGRESS_FD [REQUESTS_FD RESULTS_FD]`; of one that
+validates answers: `python main.py validate PARENT`.
 
 Its package is loaded by path under a private name, and its folder leaves sys.path: nothing of it hides
 the user's modules.
@@ -21,4 +22,7 @@ if __name__ == "__main__":
     )
     sys.modules[PACKAGE] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    importlib.import_module(f"{PACKAGE}.process").main(*map(int, sys.argv[1:]))
+    if sys.argv[1] == "validate":
+        importlib.import_module(f"{PACKAGE}.answers").main(int(sys.argv[2]))
+    else:
+        importlib.import_module(f"{PACKAGE}.process").main(*map(int, sys.argv[1:]))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from batchmill.cli.jobs.order_options import absolute_output, described_model, input_files, output_files, reuse_of
 from batchmill.cli.local import LocalApp
@@ -143,7 +143,7 @@ async def make_order(
         constant_prompt=job.allow_constant_prompt,
         url=job.url,
         params=job.params,
-        schema=await _schema_of(config, keywords),
+        schema=await _schema_of(app, config, keywords),
         policy=Policy(
             on_invalid=job.on_invalid,
             dedupe=job.dedupe,
@@ -175,8 +175,13 @@ def _output_format(job: NewJob, dataset: DatasetSpec, output: str | None) -> str
     return "parquet" if output is None and detect_format(dataset) != "openai" else "jsonl"
 
 
-async def _schema_of(config: Config, keywords: Keywords) -> OutputSchema | None:
+async def _schema_of(app: LocalApp, config: Config, keywords: Keywords) -> OutputSchema | None:
     job = keywords.job
+    if job.validator is not None:
+        if job.schema is not None:
+            raise InvalidInput("the class of `validator` has a schema: leave `schema` out", code="schema_conflict")
+        found = await app.deployed_schema(config, job.validator)
+        return replace(found, attempts=job.schema_attempts, prefix=job.field_prefix)
     if job.schema is None:
         if job.field_prefix:
             raise InvalidInput("field_prefix has no effect without a schema", code="needless_schema")

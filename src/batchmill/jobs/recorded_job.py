@@ -80,6 +80,12 @@ class RecordedJob:
     async def _record(self) -> sa.RowMapping:
         return await self._commit_log.call_reader(self._ledger.job, self.spec.id)
 
+    async def _bring(self, record: sa.RowMapping) -> None:
+        """Bring what running its rows takes. Raises: JobPaused."""
+        if self.spec.form.schema is not None:
+            await self._tools.schema_code.bring(self.spec.form.schema)
+        await self._stored.bring(self.spec, record)
+
     async def _remotes(self, generation: int) -> list[RemoteJob]:
         """The provider batches that hold rows of this job."""
         return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)

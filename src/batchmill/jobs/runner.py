@@ -185,7 +185,7 @@ class JobRunner(RecordedJob):
     async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
         """Queue the failed rows of an ended job again, as `change` says. Raises: InvalidTransition, InvalidInput."""
         job_id, record = self.spec.id, await self._begin_again()
-        await self._stored.bring(self.spec, record)
+        await self._bring(record)
         if not self._is_planned(record):
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
         generation = record["generation"] + 1
@@ -340,7 +340,7 @@ class JobRunner(RecordedJob):
         await self._close_run()
         await self._routes.measure(self.spec.models)
         record = await self._record()
-        await self._stored.bring(self.spec, record)
+        await self._bring(record)
         await asyncio.to_thread(layout.check, self.files.dataset)
         generation = record["generation"]
         run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)

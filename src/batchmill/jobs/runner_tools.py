@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from batchmill.children.offload import Offload
 from batchmill.jobs.intake.reuse_jobs import EarlierJobs
+from batchmill.jobs.intake.schema_code import SchemaCode
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.pools.dispatcher import Dispatcher
@@ -29,6 +30,7 @@ class RunnerTools(Struct, frozen=True):
     disk_reserve: DiskReserve
     offload: Offload  # in child processes that are reused
     adapters: Adapters
+    schema_code: SchemaCode
     disk_quota: DiskQuota
     stored: StoredFiles
     scratch: Scratch

@@ -20,6 +20,7 @@ from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audits import Audits
 from batchmill.jobs.intake import adapters
 from batchmill.jobs.intake.reuse_jobs import EarlierJobs
+from batchmill.jobs.intake.schema_code import NoSchemaCode, SchemaCode
 from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger import records as job_records
@@ -65,6 +66,7 @@ class JobService:
         clock: Clock,
         *,
         adapters: Adapters = adapters.NoAdapters(),
+        schema_code: SchemaCode = NoSchemaCode(),
         retention: RetentionEntry = RetentionEntry(),
         children: Children | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class JobService:
         Args:
             commit_log, dispatcher: this service closes them.
             adapters: fetches the adapters that rows name.
+            schema_code: brings the classes that validate answers.
             children: for sealing, planning and gathering; this service closes them. None: new ones.
         """
         data_dir, disk_quota, stored = space.data_dir, space.disk_quota, space.stored
@@ -85,7 +88,7 @@ class JobService:
         self.count_reused = earlier.count
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
+            adapters, schema_code, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
         )  # fmt: skip
         self._recent = RecentJobs(database)
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)

@@ -27,16 +27,15 @@ from batchmill.function_runtime import frames
 from batchmill.function_runtime.shared_memory import MemoryPair, MemoryWriter
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
-from batchmill.models.environments import FOLDER, base_of
 from batchmill.models.function_progress import Call, ProgressPage
 from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.models.redaction import mask_known
 from batchmill.models.runtime_process import (
-    PROGRAM,
     VARIABLE,
     Command,
     PreparedRuntime,
     RuntimeProcess,
+    sandbox_prefix,
     start_runtime,
 )  # fmt: skip
 from batchmill.models.secrets import Secret
@@ -326,15 +325,8 @@ class FunctionChild:
         """The command prefix. Blocks. Raises: ModelFailed for an interpreter whose folder has other files too."""
         if self._isolation is None:
             return []
-        python, folder = self._spec.python or sys.executable, self._function.folder
-        venv = Path(python).parent.parent
-        if venv.parent == Path(self._isolation.data_dir, FOLDER):
-            base = base_of(venv)
-            python, paths = base.python, [str(venv), *base.places]
-        else:
-            paths = [*isolation.interpreter_folders(python)]
-        paths.append(str(PROGRAM.parent))
-        return isolation.function_prefix(self._isolation, python, paths, folder=folder, gpus=self._function.gpus)
+        python = self._spec.python or sys.executable
+        return sandbox_prefix(self._isolation, python, self._function.folder, gpus=self._function.gpus)
 
     def _environ(self) -> dict[str, str]:
         if not self._function.folder:

@@ -20,8 +20,11 @@ from msgspec import Struct
 
 from batchmill import function_runtime
 from batchmill.function_runtime.shared_memory import MemoryPair
+from batchmill.models import isolation
+from batchmill.models.environments import FOLDER, base_of
 from batchmill.models.function_progress import ProgressPage
 from batchmill.models.worker_environment import inherited
+from batchmill.types import Isolation
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
@@ -51,6 +54,21 @@ class Command(Struct, frozen=True):
     prefix: Sequence[str] = ()
     passed: Sequence[int] = ()
     output: int | None = None
+
+
+def sandbox_prefix(sandbox: Isolation, python: str, folder: str, *, gpus: int) -> list[str]:
+    """The words before an interpreter that runs `PROGRAM` with the code of a folder in a sandbox. Blocks.
+
+    Raises: ModelFailed for an interpreter whose folder has other files too.
+    """
+    venv = Path(python).parent.parent
+    if venv.parent == Path(sandbox.data_dir, FOLDER):
+        base = base_of(venv)
+        python, paths = base.python, [str(venv), *base.places]
+    else:
+        paths = [*isolation.interpreter_folders(python)]
+    paths.append(str(PROGRAM.parent))
+    return isolation.function_prefix(sandbox, python, paths, folder=folder, gpus=gpus)
 
 
 async def start_runtime(command: Command) -> RuntimeProcess:

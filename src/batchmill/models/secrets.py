@@ -41,7 +41,7 @@ def secret(reference: str) -> str | None:
 
 
 def isolation() -> Isolation | None:
-    """The sandbox of the function's process."""
+    """The sandbox of deployed code: of a function's process, and of classes that validate answers."""
     return _current.provision.isolation
 
 

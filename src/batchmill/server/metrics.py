@@ -537,7 +537,7 @@ class Observers:
 
     def _version_stats(self) -> Iterable[VersionStats]:
         read = self._services.functions.stats
-        for each in self._services.versions.all():
+        for each in self._services.versions.callable():
             yield VersionStats(
                 each.name, f"{each.branch}/{each.number}", read(each.name, str(each.number), each.branch)
             )

@@ -48,6 +48,7 @@ from batchmill.types.jobs import (
     SalvagedTable,
     SalvageReport,
     Sample,
+    SchemaVersion,
     Seal,
     SealedFile,
     SegmentObject,
@@ -59,6 +60,7 @@ from batchmill.types.jobs import (
 )
 from batchmill.types.models import (
     AdapterSet,
+    DeployedSchema,
     EngineEvent,
     EngineState,
     EngineView,
@@ -77,12 +79,13 @@ from batchmill.types.projects import Caller, ProjectQuotas, Quotas, Scope
 # fmt: off
 __all__ = [
     "Action", "AdapterSet", "AdapterStats", "Amendment", "BatchTimes", "CallStats", "Caller", "ClientConfig",
-    "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EarlierAnswer", "EngineEvent",
-    "EngineState", "EngineStats", "EngineView", "EstimateRange", "FetchedPart", "FunctionRequest", "FunctionSpec",
-    "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead",
-    "LiveRequest", "LlmSettings", "LoadedPart", "MediaBounds", "MediaColumn", "ModelSpec", "Needs", "Once", "Outcome",
-    "Outlook", "OutputSchema", "Policy", "Price", "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas",
-    "RemoteJob", "ReplyRules", "Request", "ResultBlock", "Retried", "RetryChange", "ReuseCount", "Row", "RowBlock",
-    "RowError", "SalvageReport", "SalvagedTable", "Sample", "Scaling", "Scope", "Seal", "SealedFile", "SegmentObject",
-    "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "DeployedSchema", "EarlierAnswer",
+    "EngineEvent", "EngineState", "EngineStats", "EngineView", "EstimateRange", "FetchedPart", "FunctionRequest",
+    "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits",
+    "LiveHead", "LiveRequest", "LlmSettings", "LoadedPart", "MediaBounds", "MediaColumn", "ModelSpec", "Needs",
+    "Once", "Outcome", "Outlook", "OutputSchema", "Policy", "Price", "Problem", "ProjectQuotas", "PromptTemplate",
+    "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request", "ResultBlock", "Retried", "RetryChange",
+    "ReuseCount", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Sample", "Scaling",
+    "SchemaVersion", "Scope", "Seal", "SealedFile", "SegmentObject", "SegmentPlace", "SegmentRef", "Shard",
+    "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -72,7 +72,7 @@ class Provision(Struct, frozen=True):
 
     secrets: dict[str, str] = {}  # "secret:NAME", "env:NAME" -> the secret itself
     private_hosts: list[str] = []  # that calls of untrusted connectors may reach: see models.addresses
-    isolation: Isolation | None = None  # of a deployed function; None: none
+    isolation: Isolation | None = None  # of deployed code; None: none
     storage: Storage | None = None  # None: outcomes lie in the data directory
 
     @property

@@ -211,6 +211,14 @@ class MediaColumn(Struct, frozen=True, forbid_unknown_fields=True):
     column: str
 
 
+class SchemaVersion(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The version of a deployed class that validates the answers of a job."""
+
+    reference: str  # NAME@BRANCH/NUMBER
+    folder: str = ""  # absolute path of its code, which does not change; clients do not see it
+    python: str | None = None  # the interpreter of its environment; None: batchmill's own
+
+
 class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON Schema that the answers of a language model must fit."""
 
@@ -219,7 +227,8 @@ class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  # of the columns that its fields become
     # FILE.py:NAME of the class that an answer must also fit; its code runs in a process of its own.
     validator: str = ""
-    code: str = ""  # sha256 of that file
+    code: str = ""  # sha256 of that file; of a deployed class, of all its code and its environment
+    version: SchemaVersion | None = None  # of a deployed class; None: the file is that of the user of this machine
 
 
 class RetryChange(Struct, frozen=True, forbid_unknown_fields=True):

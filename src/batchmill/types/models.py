@@ -190,6 +190,13 @@ class Interface(Struct, frozen=True, forbid_unknown_fields=True):
     summary: str = ""  # the first line of its docstring
 
 
+class DeployedSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a version is whose code is a class that validates answers. It is called as no model."""
+
+    document: str  # the JSON Schema of the class, as JSON
+    has_validators: bool  # it has code that validates; otherwise the document says all
+
+
 class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A deployed version of a function: its code, and how its process calls it.
 
@@ -209,6 +216,7 @@ class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
     gpus: int = 0  # per worker
     packages: list[str] = []  # of its environment, from the lock: "numpy==2.1.0"
     received_shapes: bool = False  # a tensor with one element is a single value, even if the schema differs (Inferless)
+    schema: DeployedSchema | None = None  # None: it is a function
 
     @property
     def number(self) -> str:

@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Struct
@@ -28,10 +28,13 @@ REQUIREMENTS_CHARS_MAX = 200_000
 EXAMPLES_MAX = 100
 
 
+SCHEMA = "schema"  # a kind of what is deployed
+
+
 class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of a deployment: the function's name, its target in the code, and its environment."""
 
-    name: str
+    name: str  # empty, of a schema: the server names it by its code
     target: str  # "app.py:fn"; the file is relative to the folder of code
     branch: str = "main"
     source: str = ""  # for people: app.py:fn, a git URL at its revision
@@ -54,6 +57,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     ] = []  # arguments by name (an object) or by position (a list): the server calls the function with each first
     is_shared: bool | None = None  # other projects may call it; None: as before; at first only if it came without a key
     has_samples: bool = False  # input.json or output.json was given explicitly: the code must be able to use them
+    kind: Literal["model", "schema"] = "model"  # schema: `target` is a class, which validates answers of jobs
 
 
 class ModelVersion(Struct, frozen=True):

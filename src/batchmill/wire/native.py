@@ -137,6 +137,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None  # the path that prompts go to
     params: dict[str, Any] = {}  # further fields of each request that a prompt makes
     schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit
+    validator: Name | None = None  # in the place of `schema`: NAME or NAME@VERSION of a deployed class
     schema_attempts: int = 2  # how often an answer that does not fit is asked for again
     field_prefix: str = ""  # of the columns that the fields of the schema become
     image_columns: list[str] = []  # whose cells, https:// or data: URLs or bytes of Parquet, go with the prompt
@@ -315,6 +316,7 @@ class VersionInfo(Struct, frozen=True):
     project: str = ""  # the owner; empty: another project, which shares it; `source` and `error` are then empty too
     key: str | None = None  # the id of the key that deployed it; None: the user of the machine
     is_shared: bool = True  # other projects may call it
+    schema: dict[str, Any] | None = None  # of a class that validates answers of jobs; None: a function
 
     @property
     def reference(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from batchmill.cli.session import App, Session, global_options, refuse_non_utf8
 from batchmill.cli.values import COUNT, POSITIVE, Moment
@@ -126,6 +127,8 @@ ORDER_OPTIONS = (
                  help="A JSON Schema, or FILE.py:CLASS: answers that do not fit are asked for again."),
     click.option("--fields", metavar="TEXT",
                  help='The same for an object: "label: yes|no, score: float, tags: [str], why?: str".'),
+    click.option("--validator", metavar="NAME[@VERSION]",
+                 help="In the place of --schema: a class that was deployed with `deploy --schema`."),
     click.option("--schema-attempts", type=click.IntRange(0, SCHEMA_ATTEMPTS_MAX), metavar="N",
                  help="Ask for an answer again at most N times [2]."),
     click.option("--field-prefix", metavar="TEXT", help="Put TEXT before the columns that the fields become."),
@@ -237,7 +240,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         sample=sample_of(options.get("limit"), options.get("sample"), options.get("seed")),
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
-        schema=await output_schema(session.cwd, options, is_local=is_local),
+        schema=await output_schema(session, config, options),
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
@@ -266,22 +269,26 @@ def media_folder(inputs: Sequence[str], cwd: Path) -> str:
     return str(cwd) if is_spooled else ""
 
 
-async def output_schema(cwd: Path, options: dict[str, Any], *, is_local: bool) -> OutputSchema | None:
-    """The schema of --schema or --fields. Raises: InvalidInput."""
-    path, fields = options["schema"], options["fields"]
+async def output_schema(session: Session, config: Config, options: dict[str, Any]) -> OutputSchema | None:
+    """The schema of --schema, --fields or --validator. Raises: InvalidInput."""
+    cwd, path, fields, validator = session.cwd, options["schema"], options["fields"], options["validator"]
     attempts, prefix = options["schema_attempts"], options["field_prefix"]
-    if path is None and fields is None:
+    given = [each for each in (path, fields, validator) if each is not None]
+    if not given:
         for flag, value in (("--schema-attempts", attempts), ("--field-prefix", prefix)):
             if value is not None:
-                raise InvalidInput(f"{flag} has no effect without --schema or --fields")
+                raise InvalidInput(f"{flag} has no effect without --schema, --fields or --validator")
         return None
-    if path is not None and fields is not None:
-        raise InvalidInput("--schema and --fields say the same: leave one of them out")
+    if len(given) > 1:
+        raise InvalidInput("--schema, --fields and --validator say the same: give one of them")
     attempts = 2 if attempts is None else attempts
+    if validator is not None:
+        found = await session.app.deployed_schema(config, validator)
+        return replace(found, attempts=attempts, prefix=prefix or "")
     if fields is not None:
         document = json.dumps(schema_of_fields(fields))
     elif is_class(path) and not (cwd / path).exists():
-        return await class_schema(path, cwd, OutputSchema("", attempts, prefix or ""), is_local=is_local)
+        return await class_schema(path, cwd, OutputSchema("", attempts, prefix or ""))
     else:
         try:
             document = (cwd / Path(path).expanduser()).read_text(encoding="utf-8")

@@ -25,6 +25,8 @@ OPTIONS = (
     click.argument("source", metavar="SOURCE"),
     click.option("--name", metavar="NAME", help="The model's name [the function's]."),
     click.option("--branch", metavar="NAME", help="The branch [main]."),
+    click.option("--schema", "kind", flag_value="schema",
+                 help="SOURCE is a class that validates answers of jobs, which name it with --validator."),
     click.option("--requirements", "requirements_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
                  help="Packages for a separate environment."),
     click.option("--python", metavar="PATH|3.x", help="The interpreter of the environment [batchmill's]."),
@@ -175,6 +177,9 @@ def show_deployed(session: Session, reply: DeployReply) -> None:
         session.print(f"already version {version.number}: {clean(version.reference)} is the same code")
         return
     session.print(f"{clean(version.reference)} is ready: {clean(signature_of(version), NAMES_CHARS_MAX)}")
+    if version.schema is not None:
+        session.say(f"jobs name it with --validator {version.name}")
+        return
     session.say(
         f"call it at a server with POST /v1/{version.name}/latest; `batchmill models show {version.name}` says how"
     )
@@ -182,6 +187,8 @@ def show_deployed(session: Session, reply: DeployReply) -> None:
 
 def signature_of(version: VersionInfo) -> str:
     """The signature of a version, in the form NAME(inputs)."""
+    if version.schema is not None:
+        return f"a schema with the fields {', '.join(version.schema.get('properties', ())) or 'of its own'}"
     if version.interface is None:
         return version.name
     inputs = []

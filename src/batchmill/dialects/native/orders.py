@@ -31,6 +31,7 @@ from batchmill.types import (
     PromptTemplate,
     RemoteJob,
     ReplyRules,
+    SchemaVersion,
     Scope,
     Wait,
 )
@@ -58,6 +59,7 @@ class Redactor:
             output=results.output or _named_object(view.output, origin),
             errors_output=results.errors or _named_object(view.errors_output, origin),
             origin=_public_origin(origin),
+            schema=_public_schema(view.schema),
             message=self.text(view.message),
             notes=[self.text(note) for note in view.notes],
             routing=[self.text(sentence) for sentence in view.routing],
@@ -112,6 +114,14 @@ def _named_object(path: str | None, origin: dict) -> str | None:
     """The URL of results that an order of this API named."""
     is_named = path is not None and is_object_url(path) and origin.get("frontend") == FRONTEND
     return path if is_named else None
+
+
+def _public_schema(schema: OutputSchema | None) -> OutputSchema | None:
+    """Without the places of its code."""
+    if schema is None or not schema.validator:
+        return schema
+    version = None if schema.version is None else SchemaVersion(schema.version.reference)
+    return replace(schema, validator=Path(schema.validator).name, version=version)
 
 
 def _public_origin(origin: dict) -> dict:
@@ -222,7 +232,7 @@ class Orders:
             template=None if work.template is None else PromptTemplate(work.template),
             url=work.url,
             params=work.params,
-            schema=_schema_of(work),
+            schema=self._schema(caller, work),
             model_column=work.model_column,
             adapter_column=work.adapter_column,
             sample=sample_of(work.limit, work.sample, work.seed),
@@ -306,6 +316,17 @@ class Orders:
                 f"projects.{caller.project}.templates",
                 code="template_not_allowed",
             )
+
+    def _schema(self, caller: Caller, work: Work) -> OutputSchema | None:
+        if work.validator is None:
+            return _schema_of(work)
+        if work.schema is not None:
+            raise InvalidInput(
+                f"the class {work.validator!r} has a schema of its own: leave out `schema` or `validator`",
+                code="schema_conflict",
+            )
+        found = self._services.versions.schema_class(caller, work.validator)
+        return replace(found, attempts=work.schema_attempts, prefix=work.field_prefix)
 
     @staticmethod
     def _format(work: Work, inputs: Inputs) -> str | None:

@@ -289,9 +289,10 @@ class Process:
             await prepared.close()
 
     def _child(self) -> FunctionChild:
+        isolation = secrets.isolation() if self._model.traits.isolates else None
         return FunctionChild(
-            self._model, self._home, isolation=secrets.isolation(), calls=self.calls, prepared=self._prepared
-        )
+            self._model, self._home, isolation=isolation, calls=self.calls, prepared=self._prepared
+        )  # fmt: skip
 
     def _up(self, child: FunctionChild) -> None:
         child.on_frames, child.ended = self._receive, self._ended

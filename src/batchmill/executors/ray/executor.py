@@ -201,6 +201,10 @@ class RayExecutor:
         return ClusterView(self.connected.address, found.nodes, workers, found_checks)
 
     @property
+    def is_local(self) -> bool:
+        return self.connected is not None and self.connected.is_local
+
+    @property
     def workers(self) -> list[RayWorker]:
         return list(self._workers.values())
 
@@ -250,11 +254,10 @@ class RayExecutor:
         if start.provision.has_secrets and not self.may_send_secrets:
             worker.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
-        if start.model.function is not None and self._is_served and start.provision.isolation is None:
-            assert self.connected is not None
-            if not self.connected.is_local:
-                worker.fail(Failed("cluster_not_isolated", OPEN_FUNCTIONS, PauseReason.ENGINE_FAILED))
-                return
+        is_open = self._is_served and start.provision.isolation is None and not self.is_local
+        if start.model.function is not None and is_open:
+            worker.fail(Failed("cluster_not_isolated", OPEN_FUNCTIONS, PauseReason.ENGINE_FAILED))
+            return
         node = None if self._store is None else self._store.node_order(start.model, start.provision.storage)
         order = WorkerOrder(
             messages.encode(start), start.model.engine, str(Path(start.home) / f"{start.worker}.log"),

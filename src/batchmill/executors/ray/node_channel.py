@@ -18,7 +18,7 @@ from batchmill.executors.ray.node_files import LIVE, NodeFiles
 from batchmill.models import redaction
 from batchmill.wire import messages
 from batchmill.wire.error_statuses import Raised
-from batchmill.wire.messages import Answered, AnswerLive, Failed, Open, Released, Revoke
+from batchmill.wire.messages import Answered, AnswerLive, Failed, Open, Provide, Released, Revoke
 
 
 class _Lease(Struct, frozen=True):
@@ -66,6 +66,9 @@ class NodeChannel(ActorChannel):
             self._opening[job].append(data)
         elif address.type in (Open.__struct_config__.tag, AnswerLive.__struct_config__.tag):
             self._receive_files(messages.to_worker.decode(data))
+        elif address.type == Provide.__struct_config__.tag:
+            message = messages.to_worker.decode(data)
+            self._admit(messages.encode(Provide(self._files.provision(message.provision))))
         else:
             self._admit(data)
 
@@ -95,9 +98,9 @@ class NodeChannel(ActorChannel):
 
     async def _open(self, message: Open) -> None:
         try:
-            placed = await asyncio.to_thread(self._files.open, message)
+            placed = await self._placed(message)
             while not self._files.has(message.job, message.files):  # an earlier run of the job was released meanwhile
-                placed = await asyncio.to_thread(self._files.open, message)
+                placed = await self._placed(message)
             self._admit(messages.encode(placed))
         except (BatchmillError, OSError) as error:
             failure = _paused(error)
@@ -105,6 +108,9 @@ class NodeChannel(ActorChannel):
             self._refused.add(message.job)
         for data in self._opening.pop(message.job):
             self._receive(data)
+
+    async def _placed(self, message: Open) -> Open:
+        return await self._files.with_class(await asyncio.to_thread(self._files.open, message))
 
     async def _answer(self, message: AnswerLive) -> None:
         async with self._answering:  # one at a time holds what live requests name

@@ -22,7 +22,8 @@ from batchmill.models import environments, worker_environment
 from batchmill.models.environments import Environments
 from batchmill.object_store.credentials import has_credentials
 from batchmill.store.objects import StoreObjects
-from batchmill.types import ModelSpec, Provision, SegmentPlace
+from batchmill.types import Isolation, Provision, SchemaVersion, SegmentPlace
+from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import AnswerLive, Open, Start, StoredFile
 
 LIVE = "live"  # holds what live requests name,
@@ -43,6 +44,7 @@ class NodeFiles:
         self._cache = NodeCache(self._folder, StoreObjects(storage.url), order.cache_bytes)
         self._data_dir = order.data_dir
         self.home, self._fd = self._cache.enter(worker)
+        self._isolation: Isolation | None = None  # of deployed code; set by `start`
         self._held: dict[str, dict[str, tuple[Path, int]]] = {}  # holder -> object -> its copy, and what keeps it
 
     def bring(self, holder: str, files: Sequence[StoredFile]) -> dict[str, str]:
@@ -74,39 +76,56 @@ class NodeFiles:
     async def start(self, start: Start, files: Sequence[StoredFile]) -> Start:
         """Raises: StorageFailed, OSError; ModelFailed if an environment cannot be built."""
         moved = await asyncio.to_thread(self.bring, START, files)
-        provision = start.provision
-        if provision.isolation is not None:
-            provision = replace(provision, isolation=replace(provision.isolation, data_dir=str(self._folder.parent)))
+        provision = self.provision(start.provision)
+        self._isolation = provision.isolation
         model = start.model
         model = replace(model, adapters=self._placed_all(model.adapters, moved))
         if model.function is not None and model.function.folder:
             model = replace(model, function=replace(model.function, folder=self._placed(model.function.folder, moved)))
-            model = await self._with_environment(model, provision)
+            model = replace(model, python=await self._python(model.python, model.function.folder))
         return replace(start, home=str(self.home), model=model, provision=provision)
 
-    async def _with_environment(self, model: ModelSpec, provision: Provision) -> ModelSpec:
-        """With the environment of a deployed function, which is built on this node unless it is there."""
-        if model.python is None or not model.python.startswith(f"{self._data_dir}/"):
-            return model
-        assert model.function is not None
-        interpreter, lock = environments.read_requested(Path(model.function.folder).parent)
-        folder = self._folder / environments.FOLDER
+    def provision(self, provision: Provision) -> Provision:
+        """With the sandbox of this node."""
+        if provision.isolation is None:
+            return provision
+        return replace(provision, isolation=replace(provision.isolation, data_dir=str(self._folder.parent)))
+
+    async def _python(self, python: str | None, folder: str) -> str | None:
+        """The interpreter of deployed code in a folder here: its environment is built on this node unless it is there.
+
+        Args: python: at the owner.
+        """
+        if python is None or not python.startswith(f"{self._data_dir}/"):
+            return python
+        interpreter, lock = environments.read_requested(Path(folder).parent)
+        place = self._folder / environments.FOLDER
         fd = os.open(self._folder / f"{environments.FOLDER}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)  # of another worker that builds it
-            built = Environments(folder, provision.isolation)
-            return replace(model, python=await built.python(interpreter, lock, self.home / "environment.log"))
+            built = Environments(place, self._isolation)
+            return await built.python(interpreter, lock, self.home / "environment.log")
         finally:
             os.close(fd)
+
+    async def with_class(self, message: Open) -> Open:
+        """A message of `open` with the environment of its job's class. Raises: ModelFailed if it cannot be built."""
+        schema = message.form.schema
+        if schema is None or schema.version is None:
+            return message
+        python = await self._python(schema.version.python, schema.version.folder)
+        return replace(message, form=_with_version(message.form, replace(schema.version, python=python)))
 
     def open(self, message: Open) -> Open:
         """Raises: StorageFailed, OSError."""
         moved = self.bring(message.job, message.files)
-        adapters = message.adapters
+        adapters, form = message.adapters, message.form
+        if form.schema is not None and (version := form.schema.version) is not None:
+            form = _with_version(form, replace(version, folder=self._placed(version.folder, moved)))
         for path in message.inputs:
             self._placed(path, moved)
         return replace(
-            message, dataset=self._placed(message.dataset, moved), files=[], inputs=[], moved=moved,
+            message, form=form, dataset=self._placed(message.dataset, moved), files=[], inputs=[], moved=moved,
             segments=SegmentPlace(str(self.home / SEGMENTS / message.job)),
             adapters=replace(adapters, places=self._placed_all(adapters.places, moved)),
         )  # fmt: skip
@@ -137,6 +156,11 @@ class NodeFiles:
 
     def _placed_all(self, places: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
         return {name: self._placed(place, moved) for name, place in places.items()}
+
+
+def _with_version(form: OpenAIForm | TableForm, version: SchemaVersion) -> OpenAIForm | TableForm:
+    assert form.schema is not None, "it has a class"
+    return replace(form, schema=replace(form.schema, version=version))
 
 
 __all__ = ["NodeFiles"]

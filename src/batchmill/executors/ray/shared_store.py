@@ -57,7 +57,9 @@ class SharedStore(Struct, frozen=True, eq=False):
     def with_files(self, message: Open | AnswerLive) -> Open | AnswerLive:
         """The message with the objects of the files that it names. The node refuses one that is not in the store."""
         if isinstance(message, Open):
-            files = self._files_of(message.dataset, *message.inputs, *message.adapters.places.values())
+            schema = message.form.schema
+            code = [] if schema is None or schema.version is None else [schema.version.folder]
+            files = self._files_of(message.dataset, *message.inputs, *message.adapters.places.values(), *code)
             return replace(message, files=files)
         place = message.request.adapter_place
         return replace(message, files=self._files_of(place)) if place else message

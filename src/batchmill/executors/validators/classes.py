@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -21,16 +22,9 @@ def is_class(text: str) -> bool:
     return _CLASS.fullmatch(text) is not None
 
 
-async def class_schema(source: str, cwd: Path, schema: OutputSchema, *, is_local: bool) -> OutputSchema:
-    """As `with_class`, for a class named from `cwd` on. Raises: InvalidInput, also where its code would not run."""
-    found = await with_class(functions.absolute(source, cwd), schema)
-    if found.validator and not is_local:
-        raise InvalidInput(
-            f"the validators of {source} are Python, which a server does not run for callers: run the job on this "
-            "machine, or give the JSON Schema of the class in a file",
-            code="validators_not_supported",
-        )
-    return found
+async def class_schema(source: str, cwd: Path, schema: OutputSchema) -> OutputSchema:
+    """As `with_class`, for a class named from `cwd` on. Raises: InvalidInput."""
+    return await with_class(functions.absolute(source, cwd), schema)
 
 
 async def with_class(source: str, schema: OutputSchema) -> OutputSchema:
@@ -39,7 +33,7 @@ async def with_class(source: str, schema: OutputSchema) -> OutputSchema:
     Raises: InvalidInput.
     """
     try:
-        code = functions.digest(source)
+        code = await asyncio.to_thread(functions.digest, source)
         process, loaded = await ValidatorProcess.start(LoadOrder(source, code))
     except (ModelFailed, ValidatorFailed) as error:
         raise InvalidInput(f"the schema {source}: {error.message}", code="invalid_schema") from None

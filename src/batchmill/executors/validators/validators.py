@@ -6,43 +6,40 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from batchmill.children.frames import FRAME, frame
-from batchmill.errors import JobPaused
+from batchmill.errors import JobPaused, ModelFailed
+from batchmill.executors.validators.launch import command_of
 from batchmill.executors.validators.messages import (
-    CHECK_FRAME,
-    CHECKED_FRAME,
-    LOAD_FRAME,
     LOAD_S,
-    LOADED_FRAME,
-    PROBLEM_CHARS_MAX,
-    PROBLEMS_MAX,
-    REFUSED_FRAME,
     REPLY_BYTES_MAX,
     SILENT_S,
     Checked,
     Loaded,
     LoadOrder,
     Refused,
+    check_frame,
+    load_frame,
+    read_checked,
 )
-from batchmill.models import redaction
-from batchmill.models.worker_environment import USER_CODE, inherited
+from batchmill.function_runtime.answers import CHECKED_FRAME, FRAME, LOADED_FRAME, REFUSED_FRAME
+from batchmill.models import redaction, secrets
 from batchmill.states import PauseReason
-from batchmill.types import OutputSchema
+from batchmill.types import Isolation, OutputSchema
 
-PROGRAM = "batchmill.executors.validators.process"
 BATCH_MAX, BATCH_BYTES = 256, 1024 * 1024  # answers that cross together
 WAITING_MAX, WAITING_BYTES = 4096, 64 * 1024 * 1024  # answers that wait; beyond it a worker begins no row
+PROCESSES_MAX = 16  # of the classes of a worker that check answers; others wait for a turn
+IDLE_MAX = 4  # processes that have nothing to check
+TURN_S = 5.0  # if others wait
+CLASSES_MAX = 256  # that are kept although nothing waits for them
 READ_BYTES = 64 * 1024  # of replies, that are read ahead
 END_S = 1.0  # for a process to end that has closed its pipes
 FINISH_S = 30.0  # for what waits when an engine has ended
-PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class ValidatorFailed(JobPaused):
@@ -76,26 +73,33 @@ class ValidatorProcess:
         self._process, self._transport = process, transport
 
     @classmethod
-    async def start(cls, order: LoadOrder) -> tuple[ValidatorProcess, Loaded]:
-        """Raises: ValidatorFailed, with the words of the code where that is what failed."""
-        names = (*USER_CODE, *PYTHON)
-        environ = {name: value for name, value in inherited().items() if name in names or name.startswith("LC_")}
+    async def start(cls, order: LoadOrder, isolation: Isolation | None = None) -> tuple[ValidatorProcess, Loaded]:
+        """Args: isolation: the sandbox of deployed code; None: none.
+
+        Raises: ValidatorFailed, with the words of the code where that is what failed.
+        """
+        try:
+            command = await asyncio.to_thread(command_of, order, isolation)
+        except ModelFailed as error:
+            raise ValidatorFailed(error.message) from None
         loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(
-            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=READ_BYTES, loop=loop),
-            sys.executable, "-P", "-m", PROGRAM, str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            env=environ, process_group=0,
-        )  # fmt: skip
+        try:
+            transport, protocol = await loop.subprocess_exec(
+                lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=READ_BYTES, loop=loop), *command.words,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+                env=command.environ, cwd=command.folder, process_group=0,
+            )  # fmt: skip
+        except OSError as error:
+            raise ValidatorFailed(f"the process of {order.source} cannot be started: {error}") from None
         self = cls(asyncio.subprocess.Process(transport, protocol, loop), transport)
         try:
-            kind, payload = await self._ask(frame(LOAD_FRAME, order), LOAD_S)
+            kind, payload = await self._ask(load_frame(order), LOAD_S)
             if kind == REFUSED_FRAME:
-                raise ValidatorFailed(msgspec.msgpack.decode(payload, type=Refused).message)
+                raise ValidatorFailed(msgspec.json.decode(payload, type=Refused).message)
             if kind != LOADED_FRAME:
                 raise _Died("sent what nobody asked for")
-            return self, msgspec.msgpack.decode(payload, type=Loaded)
-        except (_Died, msgspec.MsgspecError) as error:
+            return self, msgspec.json.decode(payload, type=Loaded)
+        except (_Died, msgspec.MsgspecError, UnicodeDecodeError) as error:
             await self.close()
             raise ValidatorFailed(f"loading {order.source}: its process {error}") from None
         except BaseException:
@@ -105,20 +109,19 @@ class ValidatorProcess:
     async def check(self, texts: Sequence[bytes], tell: Callable[[Checked], None]) -> None:
         """Check answers in order, and tell of each. Raises: _Died, once those before were told."""
         told = 0
-        message = frame(CHECK_FRAME, texts)
+        message = check_frame(texts)
         while told < len(texts):
             kind, payload = await self._ask(message, SILENT_S)
             message = b""
             try:
-                found = msgspec.msgpack.decode(payload, type=list[Checked])
-            except msgspec.MsgspecError:
+                found = read_checked(payload)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 found = []
             if kind != CHECKED_FRAME or not 0 < len(found) <= len(texts) - told:
                 raise _Died("sent what nobody asked for")
             for each in found:
                 told += 1
-                problems = [text[:PROBLEM_CHARS_MAX] for text in each.problems[:PROBLEMS_MAX]]
-                tell(Checked(problems, each.is_final))
+                tell(each)
 
     async def _ask(self, message: bytes, patience_s: float) -> tuple[int, bytes]:
         """Send a message, and return the next frame. Raises: _Died."""
@@ -156,11 +159,43 @@ class ValidatorProcess:
         await self._process.wait()
 
 
+class _Slots:
+    """Which classes of a worker have a process: they take turns if there are many."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(PROCESSES_MAX)
+        self._waiting = 0
+        self._idle: dict[_Class, None] = {}  # without a turn, perhaps with a process; the oldest first
+
+    @property
+    def are_wanted(self) -> bool:
+        return self._waiting > 0
+
+    async def take(self, taker: _Class) -> None:
+        """Return when the class may have a process."""
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        self._idle.pop(taker, None)
+
+    def give(self, giver: _Class) -> list[ValidatorProcess]:
+        """End a turn. Returns the processes that are to be ended: no class has them any more."""
+        self._idle[giver] = None
+        over = max(0, len(self._idle) - (0 if self.are_wanted else IDLE_MAX))
+        ended = list(self._idle)[:over]
+        for each in ended:
+            del self._idle[each]
+        self._free.release()
+        return [process for each in ended if (process := each.detach()) is not None]
+
+
 class _Class:
     """The answers that wait for one class, and its process."""
 
-    def __init__(self, order: LoadOrder, moved: Callable[[int, int], None]) -> None:
-        self._order, self._moved = order, moved
+    def __init__(self, order: LoadOrder, slots: _Slots, moved: Callable[[int, int], None]) -> None:
+        self._order, self._slots, self._moved = order, slots, moved
         self._waiting: deque[_Waiting] = deque()
         self._process: ValidatorProcess | None = None
         self._told = 0  # answers
@@ -193,13 +228,37 @@ class _Class:
         """Args: before: was cancelled, and its process is to be ended."""
         if before is not None:
             await asyncio.wait((before,))
-            if self._process is not None:
-                await self._process.close()
-                self._process = None
+            await self._end_process()
         while self._waiting:
+            await self._slots.take(self)
+            try:
+                await self._take_turn(asyncio.get_running_loop().time() + TURN_S)
+            finally:
+                ended = self._slots.give(self)
+                for each in ended:
+                    await each.close()
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self._waiting) or self._process is not None or (self.work is not None and not self.work.done())
+
+    def detach(self) -> ValidatorProcess | None:
+        """Its process, which it has no longer."""
+        process, self._process = self._process, None
+        return process
+
+    async def _end_process(self) -> None:
+        if (process := self.detach()) is not None:
+            await process.close()
+
+    async def _take_turn(self, until: float) -> None:
+        """Check answers until none waits, or the turn is over and other classes wait for one."""
+        clock, has_begun = asyncio.get_running_loop().time, False
+        while self._waiting and not (has_begun and self._slots.are_wanted and clock() >= until):
+            has_begun = True
             try:
                 if self._process is None:
-                    self._process, _ = await ValidatorProcess.start(self._order)
+                    self._process, _ = await ValidatorProcess.start(self._order, secrets.isolation())
             except (ValidatorFailed, OSError) as error:
                 failure = error if isinstance(error, ValidatorFailed) else ValidatorFailed(str(error))
                 while self._waiting:
@@ -209,8 +268,7 @@ class _Class:
             try:
                 await self._process.check(texts, self._tell)
             except _Died as died:
-                await self._process.close()
-                self._process = None
+                await self._end_process()
                 if len(texts) == 1:
                     why = f"the validator was stopped: with this answer its process {died.why}"
                     self._tell(Checked([why], is_final=True))
@@ -240,8 +298,14 @@ class _Class:
         if self.work is not None:
             self.work.cancel()
             await asyncio.gather(self.work, return_exceptions=True)
-        if self._process is not None:
-            await self._process.close()
+        await self._end_process()
+
+
+def order_of(schema: OutputSchema) -> LoadOrder:
+    version = schema.version
+    if version is None:
+        return LoadOrder(schema.validator, schema.code)
+    return LoadOrder(schema.validator, schema.code, version.folder, version.python)
 
 
 class Validators:
@@ -250,6 +314,7 @@ class Validators:
     def __init__(self, has_room: Callable[[], None]) -> None:
         self._has_room = has_room
         self._classes: dict[LoadOrder, _Class] = {}
+        self._slots = _Slots()
         self._waiting = self._bytes = 0
 
     @property
@@ -258,10 +323,12 @@ class Validators:
 
     def check(self, schema: OutputSchema, text: bytes, tell: Verdict, job: str = "") -> None:
         """Check an answer with the class of a schema; `tell` is called later, on this event loop. Args: job: its id."""
-        order = LoadOrder(schema.validator, schema.code)
+        order = order_of(schema)
         found = self._classes.get(order)
         if found is None:
-            found = self._classes[order] = _Class(order, self._moved)
+            if len(self._classes) >= CLASSES_MAX:
+                self._classes = {key: each for key, each in self._classes.items() if each.is_needed}
+            found = self._classes[order] = _Class(order, self._slots, self._moved)
         self._moved(1, len(text))
         found.add(_Waiting(text, tell, job))
 

@@ -30,7 +30,7 @@ from batchmill.services.directory.rows import (
     stem_of,
 )
 from batchmill.services.functions.function import Function, VersionTarget
-from batchmill.services.functions.names import LATEST, read_reference
+from batchmill.services.functions.names import LATEST, is_unnamed, read_reference
 from batchmill.types import Caller, ModelSpec
 from batchmill.wire.forms import URLS
 
@@ -160,17 +160,16 @@ class ModelDirectory:
         if caller.models is not None and caller.models.isdisjoint(row.listed):
             return False
         if row.function is not None:
-            is_theirs = row.function.is_shared or row.function.project == caller.project
-            return (
-                row.function.is_ready
-                and is_theirs
-                and self.configured.lists(caller.project, row.name, is_function=True)
-            )
+            return row.function.is_ready and self._may_use_function(caller, row.function)
         if row.kind == ModelKind.ADAPTER:
             return any(self._hosts(caller, row.base))
         return row.project is not None or (
             row.kind != ModelKind.BASE and self.configured.lists(caller.project, row.name)
         )
+
+    def _may_use_function(self, caller: Caller, function: Function) -> bool:
+        is_theirs = function.is_shared or function.project == caller.project
+        return is_theirs and self.configured.lists(caller.project, function.name, is_function=True)
 
     def _hosts(self, caller: Caller, base: str) -> Iterator[ModelRow]:
         """Yield the models that serve the adapters of a base: a model of the configuration, or deployments."""
@@ -351,6 +350,31 @@ class ModelDirectory:
         """Tell whether any model of the caller serves this path."""
         models = self.list(caller)
         return bool(models) if url in URLS else any(answers(served.model, url) for served in models)
+
+    # -- classes that validate answers --------------------------------------------------------------------------------
+
+    def schema_class(self, caller: Caller, reference: str) -> VersionTarget:
+        """Return the version of a class that `NAME`, `NAME@3`, `NAME@prod` or `NAME@branch/3` means now.
+
+        A class that was deployed without a name is its project's, whatever models its keys list.
+
+        Raises: UnknownName, with the same message for an unknown name and for one that the caller may not use.
+        """
+        name, branch, version = read_reference(reference)
+        row = self.snapshot.everybody.get(name)
+        function = None if row is None else row.function
+        if function is not None and function.is_schema:
+            is_listed = caller.models is None or name in caller.models
+            is_own = is_unnamed(name) and function.project == caller.project
+            if is_own or (is_listed and not is_unnamed(name) and self._may_use_function(caller, function)):
+                return function.choose(branch, version, self._random)
+        is_model = self._visible(caller, name) is not None
+        problem = "is a model, not a schema class" if is_model else "does not exist or you do not have access to it"
+        raise UnknownName(
+            f"the validator {reference[:SHOWN_CHARS]!r} {problem}: deploy the class (`batchmill deploy FILE.py:CLASS "
+            "--schema --name NAME`), or give `schema`",
+            code="validator_not_found",
+        )
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 

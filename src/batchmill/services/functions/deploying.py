@@ -32,13 +32,14 @@ from batchmill.models.secrets import NAME, Secret, resolve
 from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
+from batchmill.services.functions.schema_classes import load_class
 from batchmill.services.functions.sent_archives import sweep_archives
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec, Tensor
 from batchmill.types.engine_traits import FUNCTION_PROCESS
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
-from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
+from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, SCHEMA, DeployOrder, ModelVersion
 from batchmill.wire.calls import NAMED, POSITIONAL
 
 HOLDER = "functions"  # of the code that workers may run: it stays until this process ends
@@ -73,11 +74,11 @@ class VersionBuilder:
         self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(),
         isolation: Isolation | None = None, stored: StoredFiles = LocalFiles(),
     ) -> None:  # fmt: skip
-        """Args: isolation: the sandbox in which packages are installed, as `entry` configures it."""
+        """Args: isolation: the sandbox of packages that are installed and of classes, as `entry` configures it."""
         self._data_dir, self._entry, self._stored = data_dir, entry, stored
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
-        self._environments = Environments(data_dir / FOLDER, isolation)
+        self._environments, self._isolation = Environments(data_dir / FOLDER, isolation), isolation
         self._trial = trial
 
     def folder(self, version: ModelVersion) -> Path:
@@ -144,7 +145,10 @@ class VersionBuilder:
                 raise staged.error
             python = await self._environments.python(order.python, staged.lock, home / LOG)
             spec = spec_of(order, version, folder=home / bundles.CODE, digest=staged.digest, python=python)
-            interface = await self._trial(spec, home / TRIAL, order)
+            if order.kind == SCHEMA:
+                schema, interface = await load_class(spec, self._isolation), Interface()
+            else:
+                schema, interface = None, await self._trial(spec, home / TRIAL, order)
         except ModelFailed as error:
             raise ModelFailed(error.message, code="deploy_failed") from None
         finally:
@@ -152,7 +156,7 @@ class VersionBuilder:
         await self._stored.publish(home)
         assert spec.function is not None
         packages = [] if staged.lock is None else packages_of(staged.lock)
-        return replace(spec, function=replace(spec.function, interface=interface, packages=packages))
+        return replace(spec, function=replace(spec.function, interface=interface, packages=packages, schema=schema))
 
     async def copy(self, source: ModelVersion, version: ModelVersion) -> ModelSpec:
         """Copy a version's code and packages to another number, without a trial. A missing environment is rebuilt.

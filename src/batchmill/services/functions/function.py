@@ -54,7 +54,7 @@ class Function:
         routes: by label.
     """
 
-    __slots__ = ("_aliases", "_named", "all", "is_shared", "name", "project", "routes", "versions")
+    __slots__ = ("_aliases", "_named", "all", "is_schema", "is_shared", "name", "project", "routes", "versions")
 
     def __init__(self, name: str, versions: dict[VersionKey, ModelVersion], routes: dict[str, Route]) -> None:
         self.name, self.routes = name, dict(sorted(routes.items()))
@@ -64,6 +64,7 @@ class Function:
         newest = max(live, key=lambda each: (each.state == READY, each.created, each.number), default=None)
         self.project = None if newest is None else newest.project  # None: the name is free
         self.is_shared = newest is not None and newest.is_shared  # other projects may call it
+        self.is_schema = any(each.state == READY and _is_schema(each) for each in self.all)  # no model: a class
         self._named: dict[tuple[str, str], _Split] = {
             (each.branch, str(each.number)): _Split([_target(each)], [1.0]) for each in self.all if each.state == READY
         }
@@ -104,7 +105,7 @@ class Function:
     @property
     def is_ready(self) -> bool:
         """Whether any version can be called."""
-        return bool(self._named)
+        return bool(self._named) and not self.is_schema
 
     @property
     def claims_everybody(self) -> bool:
@@ -176,6 +177,11 @@ class Function:
 
 def _key(backend: Backend) -> VersionKey:
     return backend.branch, backend.number
+
+
+def _is_schema(version: ModelVersion) -> bool:
+    spec = version.spec
+    return spec is not None and spec.function is not None and spec.function.schema is not None
 
 
 def _spec(version: ModelVersion) -> ModelSpec:

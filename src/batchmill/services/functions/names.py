@@ -15,6 +15,7 @@ NAME_CHARS_MAX = 100
 SHOWN_CHARS = 80
 _NAME = re.compile(r"[a-zA-Z0-9_]+")
 _BRANCH = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9_.+=-]*(/[a-zA-Z0-9_][a-zA-Z0-9_.+=-]*)*")
+_UNNAMED = re.compile(r"schema_[0-9a-f]{20}")
 _ALIAS = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]*")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -29,6 +30,11 @@ RESERVED_NAMES = frozenset({
 })  # fmt: skip
 
 
+def is_unnamed(name: str) -> bool:
+    """Whether it is the name of a class that was deployed without one: see schema_classes."""
+    return _UNNAMED.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """Check and return the name of a function. Raises: InvalidInput."""
     if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
@@ -36,6 +42,10 @@ def check_name(name: str) -> str:
             f"Names should be alphanumeric with underscores. {name[:SHOWN_CHARS]!r} is not, or is longer than "
             f"{NAME_CHARS_MAX} characters",
             code="invalid_name",
+        )
+    if is_unnamed(name):
+        raise InvalidInput(
+            f"{name!r} is a reserved name: a server names classes so that came without one", code="reserved_name"
         )
     if name in RESERVED_NAMES:
         raise InvalidInput(

@@ -15,11 +15,12 @@ from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.tables import jobs, model_routes, model_versions
 from batchmill.types import ModelSpec
-from batchmill.wire.bundles import Backend, Deployed, ModelVersion, Route
+from batchmill.wire.bundles import SCHEMA, Backend, Deployed, ModelVersion, Route
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import AliasInfo, BackendInfo, DeployReply, FunctionDetail, VersionInfo
 
 BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
+PAGE = 1000  # specs of jobs that are read together
 WAY_OUT = "remove unused versions"
 INTERRUPTED = "the deployment was interrupted: deploy it again"
 
@@ -93,14 +94,37 @@ def read_all(db: sa.Connection) -> tuple[list[ModelVersion], list[Route]]:
 
 
 def folders_in_use(db: sa.Connection) -> set[str]:
-    """The code folders of the versions that unfinished jobs use."""
+    """The code folders of the versions that unfinished jobs use, as models and for their schema."""
     ended = [state.value for state in ENDED]
     folders: set[str] = set()
     for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in(ended))).scalars():
         spec = msgspec.json.decode(data, type=JobSpec)
         used = [model for model in spec.models if not spec.used or model.name in spec.used]
         folders |= {model.function.folder for model in used if model.function is not None}
+        if (schema := spec.form.schema) is not None and schema.version is not None:
+            folders.add(schema.version.folder)
     return folders
+
+
+def classes_of_jobs(db: sa.Connection) -> set[str]:
+    """The versions without a name of their own that jobs validate with, also jobs that have ended."""
+    mark, found = f'"reference":"{SCHEMA}_'.encode(), set[str]()
+    for data in db.execute(sa.select(jobs.c.spec).execution_options(yield_per=PAGE)).scalars():
+        if mark in data:
+            schema = msgspec.json.decode(data, type=JobSpec).form.schema
+            if schema is not None and schema.version is not None:
+                found.add(schema.version.reference)
+    return found
+
+
+def forget(db: sa.Connection, version: ModelVersion) -> None:
+    """Keep nothing but the number of a removed version."""
+    db.execute(model_versions.update().where(_is(version)).values(spec=None, source="", error=None))
+
+
+def touch(db: sa.Connection, version: ModelVersion) -> None:
+    """Store when a version was deployed the last time."""
+    db.execute(model_versions.update().where(_is(version)).values(finished=version.finished))
 
 
 def _is(version: ModelVersion) -> sa.ColumnElement[bool]:
@@ -129,9 +153,12 @@ def version_info(version: ModelVersion) -> VersionInfo:
     if spec is None or spec.function is None or version.state != READY:
         return info
     function, limits = spec.function, spec.limits
+    schema = function.schema
     return replace(
         info,
-        interface=function.interface, digest=function.digest, workers=spec.workers, gpus=function.gpus,
+        interface=function.interface if schema is None else None,
+        schema=None if schema is None else msgspec.json.decode(schema.document),
+        digest=function.digest, workers=spec.workers, gpus=function.gpus,
         batch_size=function.batch_size, batch_window_s=function.batch_window_s, timeout_s=limits.attempt_timeout_s,
         memory_bytes=limits.memory_bytes, is_idempotent=function.is_idempotent, is_deterministic=spec.is_deterministic,
         packages=function.packages,
@@ -159,7 +186,7 @@ def detail(name: str, versions: list[ModelVersion], routes: list[Route], url: st
     latest = {each.label: each.backends[0].number for each in routes if not each.label.startswith("@")}
     branch = MAIN if MAIN in latest or not latest else next(iter(latest))
     shown = [each for each in versions if (each.branch, each.number) == (branch, latest.get(branch))]
-    interface = shown[0].spec.function.interface if shown and shown[0].spec and shown[0].spec.function else None
+    interface = version_info(shown[0]).interface if shown else None
     return FunctionDetail(
         name,
         latest,

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
+from batchmill.executors.validators.validators import ValidatorFailed
 from batchmill.ports import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.functions import calls as call_logs
-from batchmill.services.functions import records
+from batchmill.services.functions import records, schema_classes
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.function import Function
 from batchmill.services.functions.names import (
@@ -30,12 +31,13 @@ from batchmill.services.functions.names import (
     check_alias,
     check_branch,
     check_name,
+    is_unnamed,
     read_reference,
 )
 from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
 from batchmill.store.sql.database import Database
-from batchmill.types import Caller, ModelSpec, ProjectQuotas
-from batchmill.wire.bundles import Backend, Deployed, DeployOrder, ModelVersion, Route
+from batchmill.types import Caller, ModelSpec, OutputSchema, ProjectQuotas
+from batchmill.wire.bundles import SCHEMA, Backend, Deployed, DeployOrder, ModelVersion, Route
 from batchmill.wire.native_models import LogPage, LogQuery
 
 __all__ = ["ModelVersion", "ModelVersions"]
@@ -62,17 +64,18 @@ class ModelVersions:
         quotas: how many versions each project may have. They do not limit the operator.
         warm: called with the old and the new `latest`. It returns once workers of the new version are up, if the old
             one has workers. Raises: ModelFailed; the old version stays the latest then.
+        runs_openly: whether code of projects would run on nodes that others use, and not isolated.
     """
 
     def __init__(
         self, database: Database, clock: Clock, directory: ModelDirectory, *, builder: VersionBuilder,
-        quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _no_warm_up,
+        quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _no_warm_up, runs_openly: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
         self._database, self._clock, self._directory, self._builder = database, clock, directory, builder
         self._quotas = quotas
         self._functions: dict[str, Function] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # by function name
-        self._warm = warm
+        self._warm, self._runs_openly = warm, runs_openly
 
     async def load(self) -> None:
         """Read all versions. The ones that a crashed owner left half built fail, and their files are deleted."""
@@ -96,6 +99,10 @@ class ModelVersions:
     def all(self) -> list[ModelVersion]:
         """Every ready version."""
         return [each for name in sorted(self._functions) for each in self.get(name) if each.state == READY]
+
+    def callable(self) -> list[ModelVersion]:
+        """Every ready version of a function: those of classes are called as no model."""
+        return [each for each in self.all() if not self._function(each.name).is_schema]
 
     def names(self) -> list[str]:
         """Names of functions with a ready version."""
@@ -146,7 +153,7 @@ class ModelVersions:
     def _unknown(self, name: str, branch: str | None, version: str) -> UnknownName:
         """The error for an unknown function or version, with the closest name."""
         function = self._function(name)
-        if function.is_ready:
+        if function.is_ready or function.is_schema:
             return function.unknown(branch, version)
         close_names = difflib.get_close_matches(name[:SHOWN_CHARS], self.names(), n=1)
         hint = f"; did you mean {close_names[0]!r}?" if close_names else ""
@@ -213,10 +220,14 @@ class ModelVersions:
         staged = await self._builder.stage(bundle)
         try:
             order = staged.order
-            check_name(order.name)
-            check_branch(order.branch)
-            if check is not None:
-                check(order.name)
+            if order.kind == SCHEMA:
+                schema_classes.check_settings(order)
+            if order.kind == SCHEMA and not order.name:
+                project = OPERATOR_PROJECT if by is None else by.project
+                order = schema_classes.named(order, project, staged.digest)
+                staged = replace(staged, order=order)
+            else:
+                self._check_named(order, check)
             if by is not None and by.key is not None:
                 self._builder.check_allowed(order)
             staged = await self._builder.resolve(staged)
@@ -224,7 +235,8 @@ class ModelVersions:
                 new = self._draft(order, by)
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
-                    return Deployed(latest, is_new=False)
+                    return Deployed(await self._touched(latest), is_new=False)
+                await self._remove_unused()
                 version = await self._begin(new, by)
                 try:
                     spec = await self._builder.build(staged, version)
@@ -235,12 +247,26 @@ class ModelVersions:
         finally:
             await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
 
+    @staticmethod
+    def _check_named(order: DeployOrder, check: Callable[[str], None] | None) -> None:
+        """Raises: InvalidInput; as `check`."""
+        check_name(order.name)
+        check_branch(order.branch)
+        if check is not None:
+            check(order.name)
+
     def _draft(self, order: DeployOrder, by: Caller | None) -> ModelVersion:
         """The version for a deploy order, still without a number. Raises: Conflict."""
         function = self._function(order.name)
         owner = function.project
         if by is not None and owner not in (None, by.project):
             raise Conflict(f"the name {order.name!r} is taken: choose another", code="name_taken")
+        if function.is_ready and order.kind == SCHEMA or function.is_schema and order.kind != SCHEMA:
+            here, there = ("a function", "a schema class") if function.is_ready else ("a schema class", "a function")
+            raise Conflict(
+                f"{order.name!r} is the name of {here}, and {order.target} is deployed as {there}: choose another name",
+                code="name_taken",
+            )
         project = owner if owner is not None else OPERATOR_PROJECT if by is None else by.project
         key, is_shared = None if by is None else by.key, order.is_shared
         if is_shared is None:
@@ -271,6 +297,13 @@ class ModelVersions:
         return ready
 
     async def _record_failure(self, version: ModelVersion, error: BaseException) -> None:
+        if is_unnamed(version.name):  # who sent it has heard why, and nobody finds it by its name
+            removed = replace(version, state=REMOVED, source="")
+            await self._database.write(records.remove, [removed], [], [])
+            await self._database.write(records.forget, removed)
+            self._put(removed.name, [removed])
+            await self._builder.discard(version)
+            return
         message = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
         failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=message)
         await self._database.write(records.fail, failed)
@@ -294,6 +327,57 @@ class ModelVersions:
 
     def _latest(self, name: str, branch: str) -> ModelVersion | None:
         return self._function(name).latest(branch)
+
+    # -- classes without a name ---------------------------------------------------------------------------------------
+
+    async def _touched(self, version: ModelVersion) -> ModelVersion:
+        """A version that was deployed once more: one without a name of its own stays for a while."""
+        if not is_unnamed(version.name):
+            return version
+        touched = replace(version, finished=max(self._clock.now(), version.created))
+        await self._database.write(records.touch, touched)
+        self._put(touched.name, [touched])
+        return touched
+
+    async def _remove_unused(self) -> None:
+        """Remove the classes without a name of their own that no job has any more, and nobody deployed lately."""
+        before = self._clock.now() - schema_classes.KEPT_S
+        unnamed = [each for name in self._functions if is_unnamed(name) for each in self.get(name)]
+        old = [each for each in unnamed if each.state in (READY, FAILED) and (each.finished or before) < before]
+        used = await self._database.read(records.classes_of_jobs) if old else set()
+        for each in old:
+            if each.reference not in used and not self._locks.setdefault(each.name, asyncio.Lock()).locked():
+                with contextlib.suppress(Conflict):  # a job began to use it
+                    (removed,) = await self.remove(each.name, each.branch, str(each.number))
+                    await self._database.write(records.forget, removed)
+                    self._put(removed.name, [replace(removed, spec=None, source="", error=None)])
+
+    # -- classes of jobs ----------------------------------------------------------------------------------------------
+
+    def schema_class(self, caller: Caller, reference: str) -> OutputSchema:
+        """The schema of a class, with the version that a reference means now. Raises: UnknownName."""
+        return schema_classes.schema_of(self._directory.schema_class(caller, reference))
+
+    async def bring(self, schema: OutputSchema) -> None:
+        """As `jobs.intake.schema_code.SchemaCode`."""
+        version = schema.version
+        if version is None:
+            return
+        name, branch, number = read_reference(version.reference)
+        found = self._function(name).versions.get((branch or MAIN, int(number)))
+        if found is None or found.state != READY or found.spec is None or _digest(found) != schema.code:
+            raise ValidatorFailed(
+                f"the class {version.reference}, which validates the answers of this job, was removed: deploy it "
+                "again, and submit a new job with it"
+            )
+        if self._runs_openly():
+            raise ValidatorFailed(
+                'classes of projects run on the nodes of a cluster only isolated: set functions.isolate = "bubblewrap"'
+            )
+        try:
+            await self._builder.restore(found.spec)
+        except ModelFailed as error:
+            raise ValidatorFailed(f"the environment of {version.reference} cannot be built: {error.message}") from None
 
     # -- routes -------------------------------------------------------------------------------------------------------
 

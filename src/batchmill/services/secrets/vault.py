@@ -293,8 +293,7 @@ class OwnerProvisions:
             name = each.removeprefix(VARIABLE)
             if name != each and name in self._environ:  # else the worker reports that it is missing
                 provided[each] = self._environ[name]
-        isolation = self.isolation if model.traits.isolates else None
-        return Provision(provided, self._private_hosts, isolation, self._storage)
+        return Provision(provided, self._private_hosts, self.isolation, self._storage)
 
 
 def references(model: ModelSpec) -> list[str]:

@@ -1,0 +1,47 @@
+"""A schema whose class validates in Python, at a server: its code is deployed, and the order names the version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from batchmill.errors import Forbidden
+from batchmill.wire.bundles import SCHEMA
+from batchmill.wire.class_schemas import has_validators, schema_of
+from batchmill.wire.native import VersionInfo
+
+OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
+
+
+def has_code(options: Mapping[str, Any]) -> bool:
+    """Whether the schema of an order is a class whose validators are Python."""
+    source = options.get("schema")
+    if not isinstance(source, type):
+        return False
+    schema_of(source)  # completes models whose annotations name later classes
+    return has_validators(source)
+
+
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class of an order is deployed with: no name, so that the same code is the same version."""
+    return {"name": "", "kind": SCHEMA, "requirements": options.get("schema_requirements")}
+
+
+def with_version(options: OptionsT, version: VersionInfo) -> OptionsT:
+    """The order, which names the version."""
+    left = {name: value for name, value in options.items() if name not in ("schema", "schema_requirements")}
+    return left | {"validator": reference_of(version)}  # type: ignore[return-value]
+
+
+def reference_of(version: VersionInfo) -> str:
+    return f"{version.name}@{version.branch}/{version.number}"
+
+
+def refused(source: str, error: Forbidden) -> Forbidden:
+    """Why a key may not bring code, and the way out."""
+    return Forbidden(
+        f"the validators of {source} are Python, which this key may not bring to the server ({error.message}): use a "
+        "key with the scope deploy; or have somebody deploy the class once (`batchmill deploy FILE.py:CLASS --schema "
+        "--name NAME`) and name it as the validator NAME; or give the JSON Schema of the class alone",
+        code=error.code,
+    )
