@@ -44,6 +44,8 @@ from batchmill.types.cluster import ClusterView, NodeWork
 from batchmill.types.models import Poison
 
 if TYPE_CHECKING:
+    from asyncio import Future
+
     from batchmill.wire.messages import FunctionReply, Start, ToOwner
 
 
@@ -176,11 +178,14 @@ class Sink(Protocol):
 class CheckingSink(Sink, Protocol):
     """A sink that knows which answers may be asked for again, for an engine that takes whole leases."""
 
-    async def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
-        """As `put`, but return answers that do not fit the schema of their job and may be asked for again.
+    async def put_or_return(
+        self, outcomes: Iterable[Outcome], stopping: Future[None]
+    ) -> tuple[list[Outcome], list[Outcome]]:
+        """As `put`, but return answers that do not fit the schema of their job and may be asked for again; and answers
+        that the class of the schema has not validated when `stopping` is done.
 
-        Each has the error that it is if its row is not, and its answer in `row.earlier`. Raises: JobPaused if the class
-        of the schema cannot validate; nothing was put then.
+        Each of the first has the error that it is if its row is not, and its answer in `row.earlier`. Raises: JobPaused
+        if the class cannot validate; nothing was put then.
         """
 
     async def as_returned(self, outcome: Outcome) -> Outcome:

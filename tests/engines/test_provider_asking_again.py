@@ -12,10 +12,14 @@ from contract.engine_suite import ListSink
 from engines.provider_batch_support import Ground, HeldLease, batch_model, batch_row
 from engines.test_provider_batch_others import model as provider_model
 from engines.test_provider_batch_others import new_fake
-from fakes.batch_provider import BatchProvider, late_answer
+from fakes.batch_provider import BatchProvider, late_answer, text_of
 from msgspec.structs import replace
 
+from batchmill.engines.provider_batch import collecting
+from batchmill.engines.provider_batch.following import OVER, PAUSE
 from batchmill.executors.reply_checks import ReplyChecks
+from batchmill.executors.validators.validators import Validators
+from batchmill.models import functions
 from batchmill.types import Outcome, OutputSchema, Row, Usage
 from batchmill.wire.forms import OpenAIForm
 
@@ -262,6 +266,48 @@ async def test_lost_when_asked_again(provider: BatchProvider, tmp_path: Path) ->
     texts = [each.error.message for each in found if each.error is not None]
     assert all("has not answered this row, in 2 jobs" in text for text in texts)
     assert all(each.body is not None for each in found)
+
+
+SLOW = """
+import os, pathlib, time, msgspec
+class Slow(msgspec.Struct):
+    n: int
+    def __post_init__(self):
+        here = pathlib.Path(__file__).parent
+        if self.n > 1 and not (here / "go").exists():
+            (here / "begun").touch()
+            time.sleep(0.9)
+"""
+
+
+@pytest.mark.parametrize("ending", [PAUSE, OVER])
+async def test_a_pause_between_rows(ending: str, provider: BatchProvider, tmp_path: Path, monkeypatch) -> None:
+    """While a class validates a window of answers, a pause is not held up, nor for long the end of a job: what was
+    validated is recorded, each answer counts once, and a successor reads the others again."""
+    monkeypatch.setattr(collecting, "OVER_S", 0.0)
+    code = tmp_path / "slow.py"
+    code.write_text(SLOW)
+    schema = OutputSchema("{}", validator=f"{code}:Slow", code=functions.digest(f"{code}:Slow"), attempts=0)
+    provider.answer = lambda body: json.dumps({"n": int(text_of(body).rpartition(" ")[2])})
+    validators = Validators(lambda: None)
+    ground, lease = ground_of(provider, tmp_path), HeldLease(ROWS)
+    ground.checks = ReplyChecks(NoFeed(), Living(ground.sink), asks_again=False, validators=validators)  # type: ignore[arg-type]
+    running = ground.start((lease, rows(schema)))
+    while not (tmp_path / "begun").exists():
+        await asyncio.sleep(0)
+    lease.end(ending, "it was cancelled" if ending == OVER else "")
+    await running.finish()
+    first = ground.outcomes()
+    assert len(first) < ROWS and {outcome_of(each) for each in first.values()} <= {"ok"} and lease.has_left
+    if ending == OVER:
+        assert total(ground, lease.spent) == sum([ANSWER] * ROWS, Usage())
+    else:
+        (tmp_path / "go").touch()
+        left = [row for row in rows(schema) if row.number not in first]
+        await ground.run((HeldLease(len(left), lease.notes, spent=lease.spent), left))
+        assert sorted(ground.outcomes()) == list(range(ROWS)) and len(provider.batches) == 1
+        assert total(ground, lease.spent) == sum([ANSWER] * ROWS, Usage())
+    await validators.close()
 
 
 @pytest.mark.parametrize("name", ["anthropic", "gemini", "sagemaker", "bedrock"])

@@ -45,6 +45,7 @@ FINAL = (TRUNCATED, FILTERED, REFUSED)  # flaws of an answer that is not asked f
 REPEATED_CHARS_MAX = 64 * 1024  # a longer answer is not sent back to its model
 MESSAGE_CHARS_MAX = 1_000
 REVOKED_S = 10.0  # so long a pause waits for answers that are being validated
+FITS = Checked([])
 UNFIT = "it did not fit when it was read before"
 
 
@@ -117,15 +118,22 @@ class ReplyChecks:
             self._recorder.put_usage(outcome.row.lease, outcome.usage or Usage())
         return [each.row for each in mine]
 
-    async def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    async def put_or_return(
+        self, outcomes: Iterable[Outcome], stopping: asyncio.Future[None]
+    ) -> tuple[list[Outcome], list[Outcome]]:
         """See `ports.CheckingSink`."""
         checked = [self._check(outcome) for outcome in outcomes]
-        verdicts = await asyncio.gather(*(self._verdict(outcome) for outcome, _ in checked))
+        verdicts = await self._verdicts([found for found, _ in checked], stopping)
         final: list[Outcome] = []
         returned: list[Outcome] = []
+        unchecked: list[Outcome] = []
         for (found, flaws), verdict in zip(checked, verdicts, strict=True):
-            if not isinstance(found, _Misfit) and verdict is not None and verdict.problems:
-                found = self._unfit(found, verdict)
+            if not isinstance(found, _Misfit):
+                if verdict is None:
+                    unchecked.append(found)
+                    continue
+                if verdict.problems:
+                    found = self._unfit(found, verdict)
             if not isinstance(found, _Misfit):
                 final.append(self._counted(found, flaws))
             elif found.may_be_asked:
@@ -134,13 +142,27 @@ class ReplyChecks:
                 final.append(self._settled(found.outcome))
         if final:
             self._recorder.put(final)
-        return returned
+        return returned, unchecked
 
-    async def _verdict(self, checked: Outcome | _Misfit) -> Checked | None:
-        """What the class of a schema says of an answer. Raises: ValidatorFailed."""
+    async def _verdicts(
+        self, found: Sequence[Outcome | _Misfit], stopping: asyncio.Future[None]
+    ) -> list[Checked | None]:
+        """As `_verdict`; None of answers that were not validated when `stopping` is done."""
+        together = f"{id(stopping)}"  # no id of a job, whose other answers wait for their own verdicts
+        verdicts = asyncio.gather(*(self._verdict(each, together) for each in found))
+        await asyncio.wait((verdicts, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not verdicts.done() and self._validators is not None:
+            self._validators.withdraw(together)
+        return await verdicts
+
+    async def _verdict(self, checked: Outcome | _Misfit, together: str = "") -> Checked | None:
+        """What the class of a schema says of an answer; None if it was withdrawn. Raises: ValidatorFailed.
+
+        Args: together: the name of answers that are withdrawn together.
+        """
         if isinstance(checked, _Misfit) or (validators := self._validators_for(checked)) is None:
-            return None
-        return await validators.checked(checked.row.form.schema, checked.answer or b"")
+            return FITS
+        return await validators.checked(checked.row.form.schema, checked.answer or b"", together)
 
     async def as_returned(self, outcome: Outcome) -> Outcome:
         """See `ports.CheckingSink`."""
@@ -148,8 +170,8 @@ class ReplyChecks:
         text, _ = ("", ()) if outcome.body is None else text_and_flaws_of(outcome.body)
         found = self._fit(outcome, schema, text, ())
         if not isinstance(found, _Misfit):
-            verdict = await self._verdict(found)
-            found = self._unfit(found, verdict if verdict is not None and verdict.problems else Checked([UNFIT]))
+            verdict = await self._verdict(found) or FITS
+            found = self._unfit(found, verdict if verdict.problems else Checked([UNFIT]))
         return found.returned()
 
     def _validators_for(self, outcome: Outcome) -> Validators | None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from msgspec import Struct, field
 
 from batchmill.engines.provider_batch.answers import Answers
-from batchmill.engines.provider_batch.following import PAUSE, Course, LeaseAbandoned, Patience
+from batchmill.engines.provider_batch.following import OVER, PAUSE, Course, LeaseAbandoned, Patience
 from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, RowReply, TryAgain
 from batchmill.engines.provider_batch.spool import WINDOW, Spool
 from batchmill.ports import CheckingSink, LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError, Usage
+
+OVER_S = 10.0  # so long a cancelled job waits for answers that are being validated
+LOOK_S = 3600.0  # a pause ends this sleep
 
 
 class CollectedRows(Struct):
@@ -36,6 +41,7 @@ class Collector:
     ) -> None:
         self._api, self._spool, self._sink, self._course = api, spool, sink, course
         self._lease, self._answers = lease, answers
+        self.unchecked: set[int] = set()  # positions of answers that the lease has no time to validate
 
     async def collect(self, job: RemoteJob, mine: set[int], misfits: dict[int, Usage]) -> CollectedRows:
         """Put the outcomes of an ended batch; rows without one stay in `mine`.
@@ -126,20 +132,36 @@ class Collector:
         for row in rows:
             row.earlier = self._answers.earlier(row.position, job.attempt)
         outcomes = [_outcome(row, answered[row.position], is_counted=row.position in counted) for row in rows]
-        returned = await self._sink.put_or_return(outcomes)
+        stopping = asyncio.ensure_future(self._until_stopped())
+        try:
+            returned, unchecked = await self._sink.put_or_return(outcomes, stopping)
+        finally:
+            stopping.cancel()
         self._answers.keep(returned)
-        mine.difference_update(answered)
-        for outcome in returned:
+        self.unchecked.update(outcome.row.position for outcome in unchecked)
+        for outcome in [*returned, *(unchecked if self._course.ending == OVER else ())]:  # nobody reads these again
             usage = outcome.usage or Usage()
             misfits[outcome.row.position] = usage
             self._lease.spend(outcome.row, usage)
-        done = answered.keys() - misfits.keys()
+        left = self.unchecked | misfits.keys()
+        done = answered.keys() - left
+        mine.difference_update(answered.keys() - self.unchecked)
         self._answers.drop(done)
         self._spool.remove(done)
-        kept = [row for row in rows if row.position in misfits]
+        kept = [row for row in rows if row.position in left]
         for row in kept:
             row.earlier = ()
         self._spool.release(kept)
+        if unchecked:
+            raise LeaseAbandoned
+
+    async def _until_stopped(self) -> None:
+        """Return when no more answers are to be validated: at a pause, or a while after the job has been cancelled."""
+        while self._course.ending != PAUSE:
+            was_over = self._course.ending == OVER
+            await self._course.sleep(OVER_S if was_over else LOOK_S)
+            if was_over:
+                return
 
     async def recall(self, job: RemoteJob, wanted: set[int]) -> None:
         """Keep the answers again that an earlier worker read in this batch and that did not fit.
@@ -163,12 +185,16 @@ class Collector:
     async def _keep(self, job: RemoteJob, answered: dict[int, RowReply]) -> None:
         assert isinstance(self._sink, CheckingSink), "another one returns no answers"
         rows = self._spool.read(list(answered))
-        for row in rows:
-            row.earlier = self._answers.earlier(row.position, job.attempt)
-        self._answers.keep([await self._sink.as_returned(_outcome(row, answered[row.position])) for row in rows])
-        for row in rows:
-            row.earlier = ()
-        self._spool.release(rows)
+        try:
+            for row in rows:
+                if self._course.ending == PAUSE:
+                    raise LeaseAbandoned
+                row.earlier = self._answers.earlier(row.position, job.attempt)
+                self._answers.keep([await self._sink.as_returned(_outcome(row, answered[row.position]))])
+        finally:
+            for row in rows:
+                row.earlier = ()
+            self._spool.release(rows)
 
 
 def _outcome(row: Row, reply: RowReply, *, is_counted: bool = False) -> Outcome:

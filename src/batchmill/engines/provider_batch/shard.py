@@ -423,12 +423,13 @@ class ProviderShard:
         """The end of batches with answers that did not fit. If the job is over, rows get these as their outcomes."""
         batches = [each for each in self.followings if each.job.misfits and each.job.state == "ended"]
         if self.lease.over:
-            left = set(self._spool.positions())
+            left = set(self._spool.positions()) - self._collector.unchecked
             await self._recall(left, max((each.job.attempt for each in batches), default=0) + 1)
             self._end_answered(left, self.lease.over)
         is_elsewhere = self.lease.ending == OVER and not self.lease.over
         for following in batches:
-            if is_elsewhere or not any(number in self._spool for number in numbers_of(following.job.misfits)):
+            left = numbers_of(following.job.misfits) - self._collector.unchecked
+            if is_elsewhere or not any(number in self._spool for number in left):
                 await following.collected(following.job.message)
 
     def _end_answered(self, positions: Iterable[int], why: str) -> set[int]:

@@ -341,14 +341,13 @@ class Validators:
         for each in list(self._classes.values()):
             each.withdraw(job)
 
-    async def checked(self, schema: OutputSchema, text: bytes) -> Checked:
-        """As `check`. Raises: ValidatorFailed."""
+    async def checked(self, schema: OutputSchema, text: bytes, job: str = "") -> Checked | None:
+        """As `check`; None if it was withdrawn. Raises: ValidatorFailed."""
         future: asyncio.Future[Checked | ValidatorFailed | None] = asyncio.get_running_loop().create_future()
-        self.check(schema, text, lambda verdict: future.done() or future.set_result(verdict))
+        self.check(schema, text, lambda verdict: future.done() or future.set_result(verdict), job)
         verdict = await future
         if isinstance(verdict, ValidatorFailed):
             raise verdict
-        assert verdict is not None, "only answers with a job are withdrawn"
         return verdict
 
     def _moved(self, answers: int, size: int) -> None:
