@@ -102,3 +102,20 @@ async def test_after_an_error_files_are_written_anew(tmp_path, database, monkeyp
         await log.sync()
         assert (tmp_path / "a").read_bytes() == b"bytes"
         assert await logged(database) == []
+
+
+async def test_a_file_is_not_written_again_without_need(tmp_path, database):
+    """What was stored after an empty log was opened stays as it is: a job may be reading it."""
+    async with FileLog(database, tmp_path).open() as _:
+        pass
+    log = FileLog(database, tmp_path)
+    await log.sync()
+    path = tmp_path / "a"
+    await database.write(log.write, path, b"rows")
+    os.utime(path, ns=(1, 1))
+    await log.sync()
+    assert path.stat().st_mtime_ns == 1 and await logged(database) == []
+    await database.write(log.write, path, b"more")
+    os.utime(path, ns=(1, 1))
+    await FileLog(database, tmp_path).sync()  # of another process, which cannot know whether the bytes are there
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == (b"more", 1)
