@@ -289,7 +289,7 @@ async def test_a_pause_between_rows(ending: str, provider: BatchProvider, tmp_pa
     code.write_text(SLOW)
     schema = OutputSchema("{}", validator=f"{code}:Slow", code=functions.digest(f"{code}:Slow"), attempts=0)
     provider.answer = lambda body: json.dumps({"n": int(text_of(body).rpartition(" ")[2])})
-    validators = Validators(lambda: None)
+    validators = Validators(lambda jobs: None)
     ground, lease = ground_of(provider, tmp_path), HeldLease(ROWS)
     ground.checks = ReplyChecks(NoFeed(), Living(ground.sink), asks_again=False, validators=validators)  # type: ignore[arg-type]
     running = ground.start((lease, rows(schema)))

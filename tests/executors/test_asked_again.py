@@ -199,6 +199,18 @@ async def test_a_project_that_is_held_back_waits(stage: Stage) -> None:
     assert (await stage.feed.take(1))[0].earlier
 
 
+async def test_a_job_whose_answers_wait_is_not_asked_again(stage: Stage) -> None:
+    """Its rows wait, those that are asked for again too, until enough answers are validated."""
+    (row,) = await stage.feed.take(1)
+    stage.answer(row, "no")
+    stage.feed.hold_answers(frozenset({"job_1"}))
+    waiting = asyncio.create_task(stage.feed.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stage.feed.hold_answers(frozenset())
+    assert (await waiting)[0].earlier
+
+
 async def test_a_lost_lease_frees_its_reservation(stage: Stage) -> None:
     """But for what its answers have cost."""
     reports: list[Spending] = []
@@ -259,7 +271,7 @@ async def test_a_pause_waits_for_no_slow_validator(stage: Stage, tmp_path: Path)
         "    def __post_init__(self):\n        time.sleep(self.s)\n"
     )
     schema = OutputSchema("{}", validator=f"{path}:Slow", code=functions.digest(f"{path}:Slow"))
-    now, validators = [5.0], Validators(lambda: None)
+    now, validators = [5.0], Validators(lambda jobs: None)
     stage.checks = ReplyChecks(
         stage.feed, stage.recorded, asks_again=True, validators=validators, time=lambda: now[0]  # type: ignore[arg-type]
     )  # fmt: skip

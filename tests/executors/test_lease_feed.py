@@ -92,21 +92,27 @@ async def test_nothing_begun_at_the_end(job: OpenJob, feed: GrantFeed) -> None:
     assert len(await feed.take(20)) == 10
 
 
-@pytest.mark.parametrize("is_job", [False, True])
+@pytest.mark.parametrize("how", ["project", "job", "answers"])
 async def test_rows_that_are_held_back_are_neither_lost_nor_given_twice(
-    is_job: bool, job: OpenJob, feed: GrantFeed
+    how: str, job: OpenJob, feed: GrantFeed
 ) -> None:  # fmt: skip
-    """Others' rows come meanwhile; what is granted to it, before or after, comes in order once it is let go."""
+    """Others' rows come meanwhile; what is granted to it, before or after, comes in order once it is let go. No other
+    reason to hold rows back lets it go."""
     ours, theirs = (msgspec.structs.replace(job, project=name) for name in "ab")
 
     async def taken(most: int) -> list[tuple[str, int]]:
         return [(row.lease.lease.job, row.number) for row in await feed.take(most)]
 
     def hold(*names: str) -> None:
-        if is_job:
-            feed.hold_jobs(frozenset(f"job_{name}" for name in names))
-        else:
+        if how == "project":
             feed.hold_back(frozenset(names))
+            return
+        hold_jobs, hold_others = (
+            (feed.hold_jobs, feed.hold_answers) if how == "job" else (feed.hold_answers, feed.hold_jobs)
+        )
+        hold_jobs(frozenset(f"job_{name}" for name in names))
+        hold_others(frozenset({"job_c"}))
+        hold_others(frozenset())
 
     give(feed, ours, Grant(Lease("job_a", 0, 0, 1), 0, 0, 4))
     hold("a")

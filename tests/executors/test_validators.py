@@ -13,9 +13,11 @@ import pytest
 
 from batchmill.errors import InvalidInput
 from batchmill.executors.validators import validators as module
+from batchmill.executors.validators import waiting_answers
 from batchmill.executors.validators.classes import class_schema, is_class, with_class
 from batchmill.executors.validators.messages import ANSWER_S, Checked
 from batchmill.executors.validators.validators import ValidatorFailed, Validators
+from batchmill.executors.validators.waiting_answers import WaitingAnswers
 from batchmill.models import functions
 from batchmill.types import OutputSchema
 
@@ -103,7 +105,7 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def validators() -> AsyncIterator[Validators]:
-    made = Validators(lambda: None)
+    made = Validators(lambda jobs: None)
     yield made
     await made.close()
 
@@ -244,17 +246,45 @@ async def test_a_class_without_code_is_its_schema(code: Path) -> None:
 
 
 async def test_answers_wait_in_bounds(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker hears when there is room again."""
-    monkeypatch.setattr(module, "WAITING_MAX", 3)
-    rooms: list[int] = []
-    validators = Validators(lambda: rooms.append(1))
+    """The job whose answers wait begins no row; it goes on once half of them are validated."""
+    monkeypatch.setattr(waiting_answers, "JOB_MAX", 4)
+    held: list[set[str]] = []
+    validators = Validators(lambda jobs: held.append(set(jobs)))
     schema = schema_of(code, "Review")
-    checking = asyncio.gather(*(validators.checked(schema, b'{"text":"good"}') for _ in range(5)))
+    checking = asyncio.gather(*(validators.checked(schema, b'{"text":"good"}', "job_1") for _ in range(5)))
     await asyncio.sleep(0)
-    assert validators.is_full and rooms == []
+    assert held == [{"job_1"}]
     await checking
-    assert not validators.is_full and rooms == [1]
+    assert held == [{"job_1"}, set()]
     await validators.close()
+
+
+def test_which_jobs_are_held() -> None:
+    """One with its share of answers alone; where too many wait in all, each with an answer, until half of them are
+    gone. What is told is told once."""
+    held: list[list[str]] = []
+    answers = WaitingAnswers(lambda jobs: held.append(sorted(jobs)))
+    half = waiting_answers.WAITING_MAX // 2
+    answers.move("slow", waiting_answers.JOB_MAX - 1, 0)
+    answers.move("fast", 1, 10)
+    assert held == []
+    answers.move("slow", 1, 0)
+    answers.move("slow", -1, 0)
+    answers.move("large", 1, waiting_answers.JOB_BYTES)
+    assert held == [["slow"], ["large", "slow"]]
+    answers.move("slow", half, 0)
+    answers.move("slower", half - 1, 0)
+    assert held.pop() == ["fast", "large", "slow", "slower"]
+    answers.move("fast", -1, -10)
+    assert held.pop() == ["large", "slow", "slower"]
+    answers.move("fast", 1, 10)
+    assert held.pop() == ["fast", "large", "slow", "slower"]
+    answers.move("slower", 1 - half, 0)
+    assert held[-1] == ["fast", "large", "slow"]  # more than half of what may wait still do
+    answers.move("slow", -(half + waiting_answers.JOB_MAX - 2), 0)
+    assert held[-1] == ["large"]
+    answers.move("large", -1, -waiting_answers.JOB_BYTES)
+    assert held[-1] == []
 
 
 async def test_answers_cross_together(validators: Validators, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +328,7 @@ async def test_many_classes_take_turns(code: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "IDLE_MAX", 1)
     monkeypatch.setattr(module, "TURN_S", 0.0)
     monkeypatch.setattr(module, "CLASSES_MAX", 3)
-    validators = module.Validators(lambda: None)
+    validators = module.Validators(lambda jobs: None)
     monkeypatch.setattr(validators._slots, "_free", asyncio.Semaphore(2))
     running: list[int] = []
     start = module.ValidatorProcess.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from batchmill.executors.leases import Held
 from batchmill.types import Row
@@ -29,13 +30,13 @@ class RowsAskedAgain:
         held: Held = rows[0].lease
         self._leases.setdefault(id(held), (held, set()))[1].update(row.position for row in rows)
 
-    def has_any(self, held_back: frozenset[str]) -> bool:
-        """Whether a row waits whose project is not held back."""
-        return any(row.lease.project not in held_back for row in self._waiting)
+    def has_any(self, is_held: Callable[[Held], bool]) -> bool:
+        """Whether a row waits whose lease is not held back."""
+        return any(not is_held(row.lease) for row in self._waiting)
 
-    def take(self, n: int, held_back: frozenset[str]) -> list[Row]:
-        """Up to `n` rows of one lease, of projects that are not held back."""
-        first = next((row for row in self._waiting if row.lease.project not in held_back), None)
+    def take(self, n: int, is_held: Callable[[Held], bool]) -> list[Row]:
+        """Up to `n` rows of one lease that is not held back."""
+        first = next((row for row in self._waiting if not is_held(row.lease)), None)
         if first is None:
             return []
         rows = [row for row in self._waiting if row.lease is first.lease][:n]

@@ -135,7 +135,8 @@ class GrantFeed:
         self._reads: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None  # of one of them
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
-        self._held_jobs: frozenset[str] = frozenset()  # the same of jobs
+        self._held_jobs: frozenset[str] = frozenset()  # the same of jobs, for the engine
+        self._slow_jobs: frozenset[str] = frozenset()  # and of those whose answers wait to be validated
         self._again = RowsAskedAgain()
         self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
@@ -183,19 +184,26 @@ class GrantFeed:
 
     def hold_back(self, projects: frozenset[str]) -> None:
         """See `ports.ProjectFeed`."""
-        self._hold(projects, self._held_jobs)
+        self._hold(projects, self._held_jobs, self._slow_jobs)
 
     def hold_jobs(self, jobs: frozenset[str]) -> None:
         """See `ports.JobFeed`."""
-        self._hold(self._held_back, jobs)
+        self._hold(self._held_back, jobs, self._slow_jobs)
+
+    def hold_answers(self, jobs: frozenset[str]) -> None:
+        """As `hold_jobs`, of jobs of which enough answers wait to be validated; rows asked for again wait, too."""
+        self._hold(self._held_back, self._held_jobs, jobs)
 
     def _is_held_back(self, lane: _JobLane) -> bool:
-        return lane.project in self._held_back or lane.job in self._held_jobs
+        return lane.project in self._held_back or lane.job in self._held_jobs or lane.job in self._slow_jobs
 
-    def _hold(self, projects: frozenset[str], jobs: frozenset[str]) -> None:
-        if (projects, jobs) == (self._held_back, self._held_jobs):
+    def _is_held_again(self, held: Held) -> bool:
+        return held.project in self._held_back or held.job.id in self._slow_jobs
+
+    def _hold(self, projects: frozenset[str], jobs: frozenset[str], slow: frozenset[str]) -> None:
+        if (projects, jobs, slow) == (self._held_back, self._held_jobs, self._slow_jobs):
             return
-        self._held_back, self._held_jobs = projects, jobs
+        self._held_back, self._held_jobs, self._slow_jobs = projects, jobs, slow
         for lane in self._lanes.values():
             if self._is_held_back(lane):
                 self._turns.leave(lane)
@@ -249,7 +257,7 @@ class GrantFeed:
                 return rows
             if self._is_over():
                 return []
-        rows = self._again.take(n, self._held_back)
+        rows = self._again.take(n, self._is_held_again)
         if (lane := self._lanes.get(rows[0].lease.job.id)) is not None:
             self._turns.charge(lane, len(rows))
         if self._again:
@@ -257,7 +265,7 @@ class GrantFeed:
         return rows
 
     def _may_ask_again(self) -> bool:
-        return bool(self._again) and self._may_begin() and self._again.has_any(self._held_back)
+        return bool(self._again) and self._may_begin() and self._again.has_any(self._is_held_again)
 
     def _is_over(self) -> bool:
         """Whether no row will come any more."""

@@ -112,13 +112,13 @@ class Worker:
             (0.0, 0.0) if is_limited else (channel.heartbeat_s, channel.idle_heartbeat_s)
         )
         self._term = OwnerTerm(now_s, is_limited=start.is_owned_for_a_time)
-        self._validators = Validators(lambda: self._feed.wake())
+        self._validators = Validators(lambda jobs: self._feed.hold_answers(jobs))
         self._feed = GrantFeed(
             want=lambda job, grants: self._send(RequestRows(job, grants)),
             failed=self._input_failed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
-            may_begin=lambda: self._term.is_valid and not self._validators.is_full,
+            may_begin=lambda: self._term.is_valid,
             grants_max=1 if start.model.is_handed_over else channel.grants_max,
         )
         self._objects = _open_objects(start.provision.storage, self._term)

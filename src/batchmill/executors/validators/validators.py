@@ -26,13 +26,13 @@ from batchmill.executors.validators.messages import (
     load_frame,
     read_checked,
 )
+from batchmill.executors.validators.waiting_answers import WaitingAnswers
 from batchmill.function_runtime.answers import CHECKED_FRAME, FRAME, LOADED_FRAME, REFUSED_FRAME
 from batchmill.models import redaction, secrets
 from batchmill.states import PauseReason
 from batchmill.types import Isolation, OutputSchema
 
 BATCH_MAX, BATCH_BYTES = 256, 1024 * 1024  # answers that cross together
-WAITING_MAX, WAITING_BYTES = 4096, 64 * 1024 * 1024  # answers that wait; beyond it a worker begins no row
 PROCESSES_MAX = 16  # of the classes of a worker that check answers; others wait for a turn
 IDLE_MAX = 4  # processes that have nothing to check
 TURN_S = 5.0  # if others wait
@@ -194,7 +194,7 @@ class _Slots:
 class _Class:
     """The answers that wait for one class, and its process."""
 
-    def __init__(self, order: LoadOrder, slots: _Slots, moved: Callable[[int, int], None]) -> None:
+    def __init__(self, order: LoadOrder, slots: _Slots, moved: Callable[[str, int, int], None]) -> None:
         self._order, self._slots, self._moved = order, slots, moved
         self._waiting: deque[_Waiting] = deque()
         self._process: ValidatorProcess | None = None
@@ -222,7 +222,7 @@ class _Class:
         self.work = asyncio.create_task(self._run(self.work))
         for each in mine:
             each.tell(None)
-        self._moved(-len(mine), -sum(len(each.text) for each in mine))
+        self._moved(job, -len(mine), -sum(len(each.text) for each in mine))
 
     async def _run(self, before: asyncio.Task[None] | None = None) -> None:
         """Args: before: was cancelled, and its process is to be ended."""
@@ -292,7 +292,7 @@ class _Class:
         self._told += 1
         waiting = self._waiting.popleft()
         waiting.tell(verdict)
-        self._moved(-1, -len(waiting.text))
+        self._moved(waiting.job, -1, -len(waiting.text))
 
     async def close(self) -> None:
         if self.work is not None:
@@ -309,17 +309,12 @@ def order_of(schema: OutputSchema) -> LoadOrder:
 
 
 class Validators:
-    """The classes of a worker. Args: has_room: called when answers may come again."""
+    """The classes of a worker. Args: hold: called with the jobs that begin no row, because their classes are slow."""
 
-    def __init__(self, has_room: Callable[[], None]) -> None:
-        self._has_room = has_room
+    def __init__(self, hold: Callable[[frozenset[str]], None]) -> None:
+        self._answers = WaitingAnswers(hold)
         self._classes: dict[LoadOrder, _Class] = {}
         self._slots = _Slots()
-        self._waiting = self._bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        return self._waiting >= WAITING_MAX or self._bytes >= WAITING_BYTES
 
     def check(self, schema: OutputSchema, text: bytes, tell: Verdict, job: str = "") -> None:
         """Check an answer with the class of a schema; `tell` is called later, on this event loop. Args: job: its id."""
@@ -328,8 +323,8 @@ class Validators:
         if found is None:
             if len(self._classes) >= CLASSES_MAX:
                 self._classes = {key: each for key, each in self._classes.items() if each.is_needed}
-            found = self._classes[order] = _Class(order, self._slots, self._moved)
-        self._moved(1, len(text))
+            found = self._classes[order] = _Class(order, self._slots, self._answers.move)
+        self._answers.move(job, 1, len(text))
         found.add(_Waiting(text, tell, job))
 
     def waits_for(self, job: str) -> bool:
@@ -349,13 +344,6 @@ class Validators:
         if isinstance(verdict, ValidatorFailed):
             raise verdict
         return verdict
-
-    def _moved(self, answers: int, size: int) -> None:
-        was_full = self.is_full
-        self._waiting += answers
-        self._bytes += size
-        if was_full and not self.is_full:
-            self._has_room()
 
     async def finish(self) -> None:
         """Return when no answer waits, or time is up."""
