@@ -114,6 +114,11 @@ class Gate:
             if (per_minute := rate or self._per_minute) is not None:
                 self._requests.take(key, per_minute, per_minute / 60, self._clock.monotonic())
 
+    def give_back(self, caller: Caller) -> None:
+        """Do not count a request that `spend` counted."""
+        for key in (caller.key or "", *(key for key, _ in caller.minted_by)):
+            self._requests.give_back(key)
+
     def _check_minting_keys(self, caller: Caller) -> None:
         """Check the limits of the keys that minted this one: its requests count for them too. Raises: RateLimited."""
         for key, rate in caller.minted_by:

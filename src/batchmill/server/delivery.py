@@ -24,26 +24,38 @@ import sys
 import termios
 from collections.abc import Awaitable, Callable, Sequence
 
+from batchmill.errors import BatchmillError
 from batchmill.server.operations import Call, Callback
 from batchmill.services.repeats import RepeatedOrders
-from batchmill.types import Once
+from batchmill.types import Once, Submitted
 
 POLLS_S = (0.001, 0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0)  # delays between checks for the acknowledgement
 ESTABLISHED, CLOSED = 1, 7  # states of TCP_INFO; after the client closes its side the state is CLOSE_WAIT
 HAS_TCP_INFO = sys.platform == "linux"
 
 
-async def take_order(call: Call, repeats: RepeatedOrders, once: Once, submit: Callable[[], Awaitable[str]]) -> str:
-    """Return the id of the order's job, submitting it if it is new. The job is stored then, and nothing may fail after.
+async def take_order(
+    call: Call, repeats: RepeatedOrders, once: Once, submit: Callable[[], Awaitable[Submitted]]
+) -> Submitted:
+    """Submit an order. Its job is stored then, and nothing may fail after.
 
-    A repeated order is answered even if its input or its model is gone, or the key's rate limit is reached.
+    A repeated order is answered even if its input or its model is gone, or the key's rate limit is reached, and costs
+    nothing. Few are repeated, so none is looked up before: `submit` finds its job in the transaction that would store
+    another one, and a refused one is looked up.
     """
-    job = await repeats.find(once)
-    if job is None:
+    is_counted = False
+    try:
         call.spend()
-        job = await submit()
+        is_counted = True
+        submitted = await submit()
+    except BatchmillError:
+        if (job := await repeats.find(once)) is None:
+            raise
+        submitted = Submitted(job, "repeated")
+    if is_counted and submitted.how == "repeated":
+        call.unspend()
     call.on_delivered(lambda: repeats.mark_delivered(once))
-    return job
+    return submitted
 
 
 class Delivery:

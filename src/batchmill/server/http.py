@@ -179,8 +179,9 @@ class HttpRoot:
             scope["scheme"] = self.admission.proxies.scheme(_peer(scope), headers, scope["scheme"])
             request = Request(scope, reader.receive)
             call = Call(
-                request, caller, record.id, query, body, raw, programs=self._programs,
-                spend=spend, hold=lambda size: slot.hold.grow_to(reader.bytes + size), belongs_to=slot.move,
+                request, caller, record.id, query, body, raw, programs=self._programs, belongs_to=slot.move,
+                spend=spend, unspend=partial(self.gate.give_back, caller),
+                hold=lambda size: slot.hold.grow_to(reader.bytes + size),
             )  # fmt: skip
             return call, await operation.handler(call)
         except TryNextRoute as passed:

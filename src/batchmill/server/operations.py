@@ -51,6 +51,7 @@ class Call(Struct, frozen=True):
     callbacks: list[Callback] = []
     programs: Programs | None = None  # child processes for work whose length the caller controls; None: a gRPC call
     spend: Callable[[], None] = _spend_nothing  # count the request; raises RateLimited. See Operation
+    unspend: Callable[[], None] = _spend_nothing  # do not count it after all
     hold: Callable[[int], None] = _hold_nothing  # count this many bytes as held in memory; raises Unavailable
     belongs_to: Callable[[str], None] = _keep_project  # count the request for a link's project; raises Unavailable
 

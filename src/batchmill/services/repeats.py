@@ -36,7 +36,7 @@ class RepeatedOrders:
     async def mark_delivered(self, once: Once) -> None:
         """Record that the reply was delivered. From now on the same order without a key is a new order."""
         if once.blind:
-            await self._database.write(_delivered, once.key, self._clock.now())
+            self._database.write_soon(_delivered, once.key, self._clock.now())  # orders that come later see it
 
 
 def _delivered(db: sa.Connection, key: str, now: float) -> None:

@@ -32,6 +32,12 @@ class TokenBuckets:
             self._buckets.popitem(last=False)
         return 0.0 if has_token else (1.0 - tokens) / rate
 
+    def give_back(self, name: str) -> None:
+        """Put back a token that was taken."""
+        if name in self._buckets:
+            tokens, counted_at = self._buckets[name]
+            self._buckets[name] = tokens + 1.0, counted_at
+
     def wait_s(self, name: str, capacity: float, rate: float, now: float) -> float:
         """Return the seconds until a token is available, without taking one."""
         tokens, _ = self._filled(name, capacity, rate, now)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, UnknownName
 from batchmill.object_store.urls import is_object_url
+from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply, PieceReply
 from batchmill.services.files.files import Removal, Result
@@ -22,7 +23,7 @@ from batchmill.services.files.records import FileRecord
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView
+from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, Submitted
 from batchmill.wire.native import PAGE_MAX, Accepted, Change, JobPage, ListJobs, NewJob, RemoteJobList, Settlement
 from batchmill.wire.operations import (
     AMEND_JOB,
@@ -83,21 +84,21 @@ class NativeJobs:
             call.caller, f"{CREATE_JOB.method} {CREATE_JOB.path}", call.raw, headers.get("idempotency-key"),
             retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
-        # A repeated order is answered even if its files or models are gone, or the key's rate limit is reached.
-        repeats = self._services.repeats
-        existing = await repeats.find(once)
-        call.on_delivered(lambda: repeats.mark_delivered(once))
-        if existing is not None:
-            view = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, existing))
-            return json_reply(Accepted("repeated", view), 201)
-        call.spend()
-        async with self._orders.inputs(call.caller, body) as inputs:
-            order = self._orders.job(call.caller, body, inputs, once)
-            submitted = await self._project_jobs.submit(call.caller, order)
+        order: JobOrder | None = None
+
+        async def submit() -> Submitted:
+            nonlocal order
+            async with self._orders.inputs(call.caller, body) as inputs:
+                order = self._orders.job(call.caller, body, inputs, once)
+                return await self._project_jobs.submit(call.caller, order)
+
+        submitted = await take_order(call, self._services.repeats, once, submit)
         # The job is stored now. The caller gets its id even if the view fails.
         try:
             view = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, submitted.id))
         except BatchmillError:
+            if order is None:  # of a repeated one
+                raise
             view = self._redactor.job(self._as_ordered(submitted.id, order))
         return json_reply(Accepted(submitted.how, view), 201)
 

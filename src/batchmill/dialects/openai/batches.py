@@ -28,7 +28,7 @@ from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import EXPIRED, JobState
-from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, Once, Policy, Price, Scope
+from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, Once, Policy, Price, Scope, Submitted
 from batchmill.wire.forms import URLS
 
 JOB, BATCH = "job_", "batch_"
@@ -279,7 +279,7 @@ class BatchHandlers:
 
     async def create(self, call: Call) -> Response:
         once = self._once(call)
-        job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
+        job = (await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))).id
         # The job is stored now. The caller gets its id even if the view fails.
         try:
             view, results = await self._project_jobs.show_with_results(call.caller, job)
@@ -343,14 +343,12 @@ class BatchHandlers:
         key, arrived = headers.get("idempotency-key"), self._services.clock.now()
         return once_for(call.caller, ROUTE, call.raw, key, retries, arrived=arrived)
 
-    async def _submit(self, call: Call, once: Once) -> str:
-        """Submit a job and return its id."""
+    async def _submit(self, call: Call, once: Once) -> Submitted:
         body: CreateBatch = call.body
         hours = window_hours(body.completion_window)
         self._check_endpoint(call.caller, body.endpoint)
         async with self._input(call.caller, body.input_file_id) as record:
-            submitted = await self._project_jobs.submit(call.caller, self._job_order(call, record, once, hours))
-        return submitted.id
+            return await self._project_jobs.submit(call.caller, self._job_order(call, record, once, hours))
 
     def _job_order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
         body: CreateBatch = call.body

@@ -25,7 +25,19 @@ from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price, Scope
+from batchmill.types import (
+    Caller,
+    DatasetSpec,
+    JobOrder,
+    JobQuery,
+    JobView,
+    ModelSpec,
+    Once,
+    Policy,
+    Price,
+    Scope,
+    Submitted,
+)
 
 FRONTEND = "predibase"
 
@@ -209,7 +221,7 @@ class BatchInference:
     async def create(self, call: Call) -> Response:
         key, arrived = call.request.headers.get("idempotency-key"), self._services.clock.now()
         once = once_for(call.caller, ROUTE, call.raw, key, 0, arrived=arrived)
-        job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
+        job = (await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))).id
         # The job is stored now. The client gets its id even if the view fails, and does not send the order again.
         try:
             view, results = await self._project_jobs.show_with_results(call.caller, job)
@@ -270,8 +282,7 @@ class BatchInference:
             raise UnknownName(f"there is no batch inference job {job_id[:SHOWN_CHARS]!r}", code="unknown_job")
         return view, results
 
-    async def _submit(self, call: Call, once: Once) -> str:
-        """Submit a job and return its id."""
+    async def _submit(self, call: Call, once: Once) -> Submitted:
         order: CreateJob = call.body
         services, caller = self._services, call.caller
         settings = of_server_config(order.server_config)
@@ -280,7 +291,7 @@ class BatchInference:
         model = services.llms.spec(caller, await services.llms.keep_token(caller, settings))
         async with services.datasets.hold(record) as file:
             job = self._job_order(call, record, file, model, once)
-            return (await self._project_jobs.submit(caller, job)).id
+            return await self._project_jobs.submit(caller, job)
 
     def _job_order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
         config = self._services.config

@@ -85,6 +85,17 @@ def _ended_job(row: sa.Row) -> EndedJob:
     return EndedJob(row.id, row.generation, row.state, row.created, finished, row.project, frontend, trace)
 
 
+_ANNOUNCE = (
+    jobs.update()
+    .where(
+        sa.tuple_(jobs.c.id, jobs.c.generation, jobs.c.state).in_(sa.bindparam("ended", expanding=True)),
+        jobs.c.announced <= jobs.c.generation,
+    )
+    .values(announced=jobs.c.generation + 1)
+    .returning(*jobs.c)
+)
+
+
 def announce(
     db: sa.Connection,
     ended_jobs: Sequence[EndedJob],
@@ -92,21 +103,12 @@ def announce(
     endpoints_for: Callable[[sa.Connection, str, str], list[str]],
 ) -> list[EndedJob]:
     """Put the events of ended jobs into the outbox and mark the jobs as announced. Returns the newly marked ones."""
-    new = []
+    keys = [(ended.job, ended.generation, ended.state) for ended in ended_jobs]
+    marked = {found["id"]: found for found in db.execute(_ANNOUNCE, {"ended": keys}).mappings()}
+    new = [ended for ended in ended_jobs if ended.job in marked]  # others were retried meanwhile, or are announced
     endpoints: dict[tuple[str, str], list[str]] = {}  # of (project, type)
-    for ended in ended_jobs:
-        is_unchanged = (
-            (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
-        )
-        update = (
-            jobs.update()
-            .where(is_unchanged, jobs.c.announced <= ended.generation)
-            .values(announced=ended.generation + 1)
-        )
-        if db.execute(update).rowcount == 0:
-            continue  # it was retried meanwhile, or is announced already
-        note_change(db, ended.job)
-        new.append(ended)
+    for ended in new:
+        note_change(db, ended.job, marked[ended.job])
         if ended.type is not None:
             if (key := (ended.project, ended.type)) not in endpoints:
                 endpoints[key] = endpoints_for(db, *key)

@@ -73,9 +73,10 @@ class Database:
         self.writer, self.reader = JoiningTransactions(self._backend.writer), self._backend.reader
         self.owned_s, self.term_path = self._backend.owned_s, self._backend.term_path
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
-        self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
+        readers = self._backend.reader_threads
+        self._reading = ThreadPoolExecutor(readers, thread_name_prefix="database-read")
         self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
-        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading, only_read=True)
+        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading, readers, only_read=True)
         self._closed = False
 
     async def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,6 +86,15 @@ class Database:
         """
         self._refuse_closed()
         return await self._writes.call(lambda db: function(db, *args, **kwargs))
+
+    def write_soon(
+        self, function: Callable[Concatenate[sa.Connection, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """As `write` for what nobody waits for: with the next transaction, or within `DEFERRED_S`. Every later `write`
+        sees it. A kill may lose it; an error is logged.
+        """
+        self._refuse_closed()
+        self._writes.defer(lambda db: function(db, *args, **kwargs))
 
     async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function(db, ...)` on the last committed state. It must not write."""
@@ -119,6 +129,7 @@ class Database:
     def close(self) -> None:
         """Wait for running work, and close."""
         self._closed = True
+        self._writes.flush()
         self._backend.stop_waiting()
         self._writing.shutdown(wait=True)
         self._reading.shutdown(wait=True)

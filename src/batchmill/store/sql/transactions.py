@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,10 @@ import sqlalchemy as sa
 from batchmill.errors import DatabaseUnavailable
 
 T = TypeVar("T")
+log = logging.getLogger("batchmill.store")
 
 SHARED_MAX = 64  # calls of one transaction
+DEFERRED_S = 0.02
 
 Function = Callable[[sa.Connection], T]
 Changes = Mapping[str, sa.RowMapping | None]  # job -> its new record; None: it is gone, or must be read
@@ -144,20 +147,59 @@ class SharedTransactions:
 
     def __init__(
         self, share: Callable[[], AbstractContextManager[sa.Connection]], run: Callable[[Callable[[], Any]], Any],
-        threads: ThreadPoolExecutor, *, only_read: bool = False,
+        threads: ThreadPoolExecutor, threads_max: int = 1, *, only_read: bool = False,
     ) -> None:  # fmt: skip
         """Args: share: begins a transaction; run: runs one, again where its connection was lost, and translates what
-        the database raises; only_read: no call changes anything."""
+        the database raises; threads_max: how many threads there are; only_read: no call changes anything."""
         self._share, self._run, self._threads = share, run, threads
         self._only_read, self._changes = only_read, _Changes()
         self._waiting: deque[_Call[Any]] = deque()
+        self._turns_max, self._turns = threads_max, 0  # that are taken, or about to be
+        self._lock = threading.Lock()
 
     async def call(self, function: Function[T]) -> T:
         """Run a function of a transaction, which may be called again. Raises: what it raises."""
         call = _Call(function)
         self._waiting.append(call)
-        self._threads.submit(self._take)
+        self._begin_turn()
         return await call.future
+
+    def defer(self, function: Function[object]) -> None:
+        """Run a function within DEFERRED_S, before whatever is called after this. What it raises is logged.
+
+        It shares the transaction of the next call, or gets one of its own.
+        """
+        call = _Call(function)
+        call.future.add_done_callback(_log_failure)
+        self._waiting.append(call)
+        call.loop.call_later(DEFERRED_S, self.flush)
+
+    def flush(self) -> None:
+        """Run what was deferred. In the event loop, or at the end."""
+        if self._waiting:
+            with contextlib.suppress(RuntimeError):  # the database was closed, which has run it
+                self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        """Have a thread run what waits, unless as many as there are do so: one that ends its turn looks again."""
+        with self._lock:
+            if self._turns == self._turns_max:
+                return
+            self._turns += 1
+        self._threads.submit(self._turn)
+
+    def _turn(self) -> None:
+        while True:
+            self._take()
+            with self._lock:
+                if not self._waiting:
+                    self._turns -= 1
+                    return
+            try:
+                self._threads.submit(self._turn)  # after others that use the thread
+                return
+            except RuntimeError:  # it is being closed
+                continue
 
     def _take(self) -> None:
         calls: list[_Call[Any]] = []
@@ -218,6 +260,11 @@ class SharedTransactions:
             return call, self._run(transaction), None
         except BaseException as error:  # the caller's, as a future of the thread would have it
             return call, None, error
+
+
+def _log_failure(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.warning("what was deferred is not written: %s", error)
 
 
 def _forget_records(db: sa.Connection) -> None:
