@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from batchmill import faults
 from batchmill.children.offload import Offload
 from batchmill.errors import StorageFailed, StorageFull
+from batchmill.jobs.finishing import Finish, ended_fields, write_held
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
@@ -36,9 +37,8 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.store.file_log import FileLog
 from batchmill.store.media_copies import prefix_of
-from batchmill.types import Once, RemoteJob, SegmentPlace, SegmentRef, Shard
+from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.forms import TableForm
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
@@ -161,13 +161,9 @@ class RecordedJob:
         if held:
             log = self._tools.stored.log
             assert log is not None, "results are held for it"
-            fields["within"] = partial(_write_held, log, held)
+            fields["within"] = partial(write_held, log, held)
         if manifest is not None:
-            errors_output = None if manifest.errors is None else manifest.errors.path
-            fields = {"message": "", **fields} | {
-                "errors": manifest.causes, "rows_ok": manifest.ok, "rows_failed": manifest.failed,
-                "output": manifest.output.path, "errors_output": errors_output,
-            }  # fmt: skip
+            fields = ended_fields(manifest) | fields
         await self._move(state, reason=None, finished=self._clock.now(), **fields)
 
     async def _pause(self, reason: PauseReason, message: str) -> None:
@@ -258,7 +254,20 @@ class RecordedJob:
             run.first_lease = first_lease(self.spec.id, leased["shard"])
         self._counted = CountedCommits()
         run.counted_hooks.append(self._counted.add)
+        run.finishing = self._finish_with
         return run, leased
+
+    def _finish_with(self, commit: Commit) -> Finish | None:
+        """The end of a short job whose last rows this commit has; None: its runner ends it."""
+        log, run, publishing = self._tools.stored.log, self._run, self._publishing
+        if log is None or run is None or publishing is None or self._counted is None or run.is_sample:
+            return None
+        found, now = self._counted.results_with(commit, run.plan.leaders), self._clock.now()
+        if found is None or (manifest := publishing.hold(self.files.segment_place, *found)) is None:
+            return None
+        fields = ended_fields(manifest) | {"finalizing": now, "finished": now, "reason": None}
+        fields["spent_s"] = run.elapsed_s
+        return Finish(self._ledger, self.spec.id, log, publishing.held, fields)
 
     def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
         return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
@@ -341,10 +350,3 @@ class RecordedJob:
             self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes,
             is_logged=self._tools.stored.log is not None,
         )  # fmt: skip
-
-
-def _write_held(log: FileLog, files: Sequence[HeldFile], db: sa.Connection) -> None:
-    """Write results in the transaction that ends their job."""
-    for file in files:
-        log.write(db, file.path, file.data)
-    faults.point("in_end")

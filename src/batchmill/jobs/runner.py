@@ -359,12 +359,13 @@ class JobRunner(RecordedJob):
     async def _running(self) -> None:
         """Have workers run the rows. A model whose route failed gets its next one; then the job is QUEUED again."""
         assert self._run is not None, "a RUNNING job was QUEUED before"
-        run = self._run
         self._raise_if_stopped()
-        failure = await self._run_rows(run)
-        if await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
+        failure = await self._run_rows(run := self._run)
+        if run.is_finished:
+            self._state = JobState.COMPLETED  # stored with the last commit
+        elif await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
             return
-        if (spec := self._routes.next(run, failure)) is not None:
+        elif (spec := self._routes.next(run, failure)) is not None:
             await self._change_route(run, spec)
         elif failure is not None:
             raise failure

@@ -16,7 +16,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.errors import BatchmillError, DatabaseUnavailable, JobPaused, LedgerBroken
 from batchmill.jobs.ledger.core_task import CoreTask
-from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
+from batchmill.jobs.ledger.ledger import JobEnd, Ledger, ShardNote, Verdict
 from batchmill.models import redaction
 from batchmill.states import JobState
 from batchmill.types import Commit, Lease
@@ -41,6 +41,7 @@ class _Entry(Struct, frozen=True, eq=False):
     commit: Commit
     cost: float | None
     callback: CommitCallback
+    end: JobEnd | None  # of its job, if it counts
 
 
 class _NoteEntry(Struct, frozen=True, eq=False):
@@ -94,12 +95,14 @@ class CommitLog:
         """Call `callback` after each transaction of commits. It must be quick and must not raise."""
         self._listeners.append(callback)
 
-    async def commit(self, commit: Commit, cost: float | None, callback: CommitCallback) -> None:
-        """Queue a commit, once there is room; `told` is called with the result on the event loop.
+    async def commit(
+        self, commit: Commit, cost: float | None, callback: CommitCallback, end: JobEnd | None = None
+    ) -> None:
+        """Queue a commit, once there is room; `callback` is called with the result on the event loop.
 
         If `callback` raises, it is called again with LedgerBroken.
         """
-        await self._put(_Entry(commit, cost, callback))
+        await self._put(_Entry(commit, cost, callback, end))
 
     async def note(self, note: ShardNote, callback: NoteCallback) -> None:
         """Queue a note, once there is room; `callback` is called on the event loop with whether it is stored.
@@ -143,7 +146,8 @@ class CommitLog:
             return
         began = time.perf_counter()
         try:
-            verdicts = await self.write(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
+            ends = {index: entry.end for index, entry in enumerate(entries) if entry.end is not None}
+            verdicts = await self.write(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries], ends)
         except Exception as error:  # a bug over one commit must not end the line for all jobs
             if len(entries) > 1 and not isinstance(error, DatabaseUnavailable):
                 for entry in entries:

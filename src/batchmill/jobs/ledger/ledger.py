@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import sqlalchemy as sa
@@ -166,6 +166,15 @@ class LeasedShard(Struct, frozen=True):
     notes: dict[str, bytes] = {}  # what engines noted with earlier leases of it
 
 
+class JobEnd(Protocol):
+    """The end of a job, which the transaction may store that counts its last rows."""
+
+    @property
+    def is_stored(self) -> bool: ...
+
+    def store(self, *, is_counted: bool) -> None: ...
+
+
 class Verdict(StrEnum):
     COUNTED = "counted"
     REPEATED = "repeated"  # this very commit is in the ledger already: its acknowledgement was lost
@@ -262,7 +271,7 @@ class Ledger:
     ) -> None:
         """Move a job to another state, through those of `via`, and set fields. Raises: InvalidTransition.
 
-        `within` is called in the transaction.
+        `within` is called in the transaction, before anything is changed.
         `spent_s`: running time to add. `packed`: the files of a small job. `errors` replaces the error counts: a
         gathered result knows them exactly, followers included. No time that is set lies before one that the job has:
         the clock may have been set back.
@@ -271,6 +280,8 @@ class Ledger:
         assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
         with self._engine.begin() as db:
             had_errors = _check_next(db, job_id, path[0])
+            if within is not None:
+                within(db)
             times = [name for name in _TIMES if fields.get(name) is not None]
             _set(db, job_id, {"state": state, **fields}, times, spent_s=spent_s)
             if isinstance(spec := fields.get("spec"), bytes):
@@ -279,9 +290,6 @@ class Ledger:
                 store_packed(db, job_id, packed)
             if errors or (errors is not None and had_errors):
                 _replace_errors(db, job_id, errors)
-            if within is not None:
-                within(db)
-            faults.point("in_move")
 
     def enter(
         self, job: records.NewJob, state: JobState, *,
@@ -390,8 +398,10 @@ class Ledger:
         with self._reader.connect() as db:
             return dict(db.execute(query).all())
 
-    def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
+    def commit(self, batch: Sequence[tuple[Commit, float | None]], ends: Mapping[int, JobEnd] = {}) -> list[Verdict]:
         """Count outcomes: (commit, its cost in USD) each. One transaction for all.
+
+        Args: ends: index of a commit -> the end of its job if it counts.
 
         A job that has ended, or is in another generation, takes no more: its results are out.
         Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
@@ -403,6 +413,8 @@ class Ledger:
             misfits.add_all(db, [commit for commit, _ in batch if commit.misfits and counted.has_counted(commit)])
             for job_id, job in counted.jobs.items():
                 _count_errors(db, job_id, job.errors, job.samples)
+            for index, end in ends.items():
+                end.store(is_counted=verdicts[index] is Verdict.COUNTED)
             faults.point("in_commit")
         return verdicts
 

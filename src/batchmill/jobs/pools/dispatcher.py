@@ -421,14 +421,18 @@ class Dispatcher:
     async def _record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
         price = pool.model.price
         cost = None if price is None else price.cost(commit.usage)
+        run = self._runs.get(commit.lease.job)
+        end = None if run is None else run.end_with(commit)
 
         def callback(verdict: Verdict | BatchmillError) -> None:
+            if run is not None and end is not None and end.is_stored:
+                run.is_finished = True
             is_counted = verdict in (Verdict.COUNTED, Verdict.REPEATED)
             if commit.blocks or not is_counted:
                 worker.handle.send(Ack(commit.lease, commit.seq, is_counted, commit.ref))
             self._recorded(pool, commit, cost, verdict, worker)
 
-        await self._commit_log.commit(commit, cost, callback)
+        await self._commit_log.commit(commit, cost, callback, end)
 
     def _recorded(
         self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError, worker: PoolWorker

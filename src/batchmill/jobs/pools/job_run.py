@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchmill.errors import JobPaused
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.ledger import LeasedShard, undone
+from batchmill.jobs.ledger.ledger import JobEnd, LeasedShard, undone
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.pools.job_budget import JobBudget
 from batchmill.jobs.pools.scheduler import Rates, RowCost
@@ -75,6 +75,8 @@ class JobRun:
         self.progressed_at: float | None = None  # when its rows were last counted, or first granted
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
+        self.finishing: Callable[[Commit], JobEnd | None] = lambda _: None  # the end of the job with its last commit
+        self.is_finished = False  # the job has ended with it
         self._open_shards = open_shards
         self._planned = plan.shards()
         self._unopened: dict[int, range] = {}  # model -> shards of the plan that it did not reach yet
@@ -327,6 +329,11 @@ class JobRun:
         return USER_CODE_DEATHS if self.spec.models[shard.model].traits.runs_user_code else CRASHES_MAX
 
     # -- results ------------------------------------------------------------------------------------------------------
+
+    def end_with(self, commit: Commit) -> JobEnd | None:
+        """The end of the job, to be stored with this commit if it has the last rows; None: its runner ends it."""
+        is_last = not self.ended.done() and self.rows_left == commit.rows_ok + commit.rows_failed
+        return self.finishing(commit) if is_last and commit.lease.generation == self.generation else None
 
     def apply_commit(self, commit: Commit) -> None:
         """Apply a commit of the ledger."""

@@ -31,6 +31,16 @@ class CountedCommits:
         """Whether every commit of a run of so many rows is remembered."""
         return self.rows == rows and self._bytes <= BYTES_MAX
 
+    def results_with(
+        self, commit: Commit, rows: int
+    ) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]] | None:
+        """As `results` once this commit is added; None unless that is every commit of a run of so many rows."""
+        after = CountedCommits()
+        after.rows, after._bytes, after._refs = self.rows, self._bytes, list(self._refs)
+        after._blocks = {segment: list(blocks) for segment, blocks in self._blocks.items()}
+        after.add(commit)
+        return after.results() if after.has_all(rows) else None
+
     def results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
         """As `Ledger.results`."""
         refs = sorted(self._refs, key=lambda ref: (ref.segment, ref.offset))

@@ -144,6 +144,20 @@ class Publishing:
         order = msgspec.structs.replace(order, output=self._spec.output)
         return await PartsRun(self._spec, self._files, self._offload, self._term, self._nodes).run(order, progress)
 
+    def hold(
+        self, segments: SegmentPlace, committed: Committed, blocks: dict[str, list[tuple[int, bytes]]]
+    ) -> Manifest | None:  # fmt: skip
+        """Have short results of a small job in `held`; None: `finish` publishes them, and reports what is wrong."""
+        refs = [ref for _, ref in committed]
+        if not self._is_logged or sum(ref.length for ref in refs) > FILE_BYTES_MAX:
+            return None
+        try:
+            rows = self._rows_in_order()
+            place = msgspec.structs.replace(segments, blocks=blocks)
+            return None if rows is None else self._write(place, refs, rows, self.held)
+        except (BatchmillError, OSError):
+            return None
+
     def _rows_in_order(self) -> int | None:
         """The rows of a job that ran once and in the order of the file; None: another one."""
         if self._files.plan(1).exists():
@@ -154,6 +168,8 @@ class Publishing:
     def _write(
         self, segments: SegmentPlace, refs: list[SegmentRef], rows: int, held: list[HeldFile] | None = None
     ) -> Manifest:  # fmt: skip
+        if held is not None:
+            held.clear()
         gather = StreamingGather(open_segments(segments), self._output, self._spec.form, rows, held=held)
         try:
             gather.offer(refs)
