@@ -96,14 +96,17 @@ async def test_what_a_part_costs(tmp_path: Path, client: Any, counted: FaultyObj
     assert max(long.read_bytes) < 1.1 * max(short.read_bytes)
 
 
+@pytest.mark.parametrize("bound", ["INPUT_ROWS", "INPUT_BYTES", ""])
 @pytest.mark.parametrize("piece_rows", [1, 2, index_slices.PIECE_ROWS])
 async def test_rows_without_lines(
-    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch, piece_rows: int, counted: FaultyObjects
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch, piece_rows: int, bound: str, counted: FaultyObjects
 ) -> None:
-    """Rows that follow others and rows that never ran are made of the input, in slices of any length; parts whose
-    rows all have their lines do not bring the dataset.
+    """Rows that follow others and rows that never ran are made of the input, which their slices have, of any length.
+    The dataset is brought for a part that needs more rows of it than a slice may have, and for no other.
     """
     monkeypatch.setattr(index_slices, "PIECE_ROWS", piece_rows)
+    if bound:
+        monkeypatch.setattr(index_slices, bound, 1)
     contents = [*"abcdef", *"abc", *"ghi"]  # 12 rows, of which 3 follow others
     async with opened(Stage(tmp_path, client, url=STORE, contents=contents, keys=True)) as stage:
         assert len(stage.leaders) == 9
@@ -111,7 +114,7 @@ async def test_rows_without_lines(
         await stage.gather(UNRUN)
         assert rewritten(stage) == 0
         needs = [order_of(frame).slice.needs_input for frame in stage.node.served]
-        assert needs == [False, False, True, True]
+        assert needs == ([False, False, True, True] if bound else [False] * 4)
         assert [bool(task_of(frame).files) for frame in stage.node.served] == needs
 
 
@@ -131,6 +134,7 @@ async def test_refused_rows(tmp_path: Path, client: Any, counted: FaultyObjects)
         stage.run_rest()
         await stage.gather()
         assert rewritten(stage) == 0 and len(stage.node.served) == 4
+        assert not any(task_of(frame).files for frame in stage.node.served)
 
 
 async def test_a_retried_job(tmp_path: Path, client: Any, counted: FaultyObjects) -> None:

@@ -20,9 +20,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.datasets.layout import REJECTED, SCHEMA, SEAL
-from batchmill.datasets.sealed import load_seal
+from batchmill.datasets.readers import open_rows
+from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.errors import StorageFailed
-from batchmill.jobs.ledger.plan import FOLLOWERS, Progress
+from batchmill.jobs.ledger.plan import FOLLOWERS, Progress, Rejected, iter_rejected
 from batchmill.jobs.results.part_orders import (
     IndexFacts,
     PartOrder,
@@ -51,6 +52,8 @@ from batchmill.types import SegmentObject
 INDEX, DATASET = "index", "dataset"  # folders of a task
 PIECE_ROWS = 512 * 1024  # of a slice in one object: 12 bytes each, so that one request reads it
 PUT_AT_ONCE = 4  # pieces in memory
+INPUT_ROWS, INPUT_BYTES = 16 * 1024, 16 * 1024 * 1024  # of the input, that a part gets; for more, all of it is brought
+INPUT_AT_ONCE = 256  # of these rows
 SCATTERED_RATIO = 4  # bytes to read for each byte of lines: of a part that needs more, the rows lie too far apart,
 SCATTERED_BYTES = 8 * 1024 * 1024  # unless it needs so few more
 SCATTERED_MAX = 8  # such parts, one after the other: then no other is looked at
@@ -72,6 +75,8 @@ class _Piece(Struct, frozen=True):
     size: bytes  # u32
     followers: bytes  # pairs of u32: follower, leader
     segments: list[_Segment]
+    inputs: list[tuple[int, bytes]]  # the rows of the input that lines are made of
+    refused: list[Rejected]
 
 
 _pieces = msgspec.msgpack.Decoder(_Piece)
@@ -81,9 +86,11 @@ def slice_offloaded(order: bytes, progress: Progress) -> bytes:
     """Offloaded: SliceOrder in, Slices out, both as JSON. Raises: StorageFailed."""
     request = msgspec.json.decode(order, type=SliceOrder)
     index = SavedRowIndex(request.parts.gather, Path(request.parts.scratch))
+    slicer = _Slicer(request, index)
     try:
-        return msgspec.json.encode(_Slicer(request, index).run(progress))
+        return msgspec.json.encode(slicer.run(progress))
     finally:
+        slicer.close()
         index.segments.close()
 
 
@@ -96,6 +103,11 @@ class _Slicer:
         self._objects = StoreObjects(order.store, partial(check_file, order.parts.term))
         self._known = list_objects(self._objects, order.parts.job)
         self._waiting: deque[Future[None]] = deque()
+        self._dataset: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
+
+    def close(self) -> None:
+        if self._dataset is not None:
+            self._dataset.close()
 
     def run(self, progress: Progress) -> Slices:
         rows, parts, scattered = self._index.rows, [], 0
@@ -121,21 +133,48 @@ class _Slicer:
     def _cut(self, first: int, last: int, prefix: str, threads: ThreadPoolExecutor) -> PartSlice | None:
         """None: the rows lie too far apart."""
         pieces: list[SlicePiece] = []
-        needs_input, read_bytes, line_bytes = False, 0, 0
+        left, read_bytes, line_bytes = _Left(INPUT_ROWS, INPUT_BYTES), 0, 0
         bounds = [*range(first, last, PIECE_ROWS), last]
         for number, (start, end) in enumerate(itertools.pairwise(bounds)):
             places, sizes = self._index.places_of(start, end), self._index.sizes_of(start, end)
             located = places < REFUSED
-            needs_input |= not located.all() or bool(np.any(located & ((places & FOLLOWS) != 0)))
+            inputs, refused = self._inputs(start, places, located, left)
             segments, size = self._segments(places[located] & PLACE, sizes[located])
             self._index.arrays.touch(end - start)
             line_bytes += int(sizes[located].sum(dtype=np.uint64))
             read_bytes += size
             if read_bytes > SCATTERED_BYTES + SCATTERED_RATIO * line_bytes:
                 return None
-            piece = _Piece(places.tobytes(), sizes.tobytes(), self._followers(start, end), segments)
+            piece = _Piece(places.tobytes(), sizes.tobytes(), self._followers(start, end), segments, inputs, refused)
             pieces.append(self._put(f"{prefix}{number:04d}", piece, threads))
-        return PartSlice(pieces, needs_input)
+        return PartSlice(pieces, left.is_exceeded)
+
+    def _inputs(
+        self, first: int, places: np.ndarray, located: np.ndarray, left: _Left
+    ) -> tuple[list[tuple[int, bytes]], list[Rejected]]:
+        """The rows of the input that lines of a piece are made of, and why validation refused some of them."""
+        made_of_input = np.flatnonzero(~located | ((places & FOLLOWS) != 0)) + first
+        followers, leaders = self._index.pairs_of(first, first + len(places))
+        leaders = leaders[np.isin(followers, made_of_input)]
+        numbers = np.union1d(made_of_input, leaders).tolist()
+        left.take(len(numbers), 0)
+        found: list[tuple[int, bytes]] = []
+        for at in range(0, len(numbers), INPUT_AT_ONCE):
+            if left.is_exceeded:
+                return [], []
+            some = numbers[at : at + INPUT_AT_ONCE]
+            raws = self._read(some)
+            left.take(0, sum(map(len, raws)))
+            found += zip(some, raws, strict=True)
+        count = int(np.count_nonzero(places == REFUSED))
+        refused = iter_rejected(Path(self._gather.dataset), first) if count and not left.is_exceeded else ()
+        return found, list(itertools.islice(refused, count))
+
+    def _read(self, numbers: list[int]) -> list[bytes]:
+        if self._dataset is None:
+            dataset = Path(self._gather.dataset)
+            self._dataset = open_rows(dataset, moved(load_seal(dataset), self._gather.moved))
+        return self._dataset.read_many(numbers)
 
     def _put(self, name: str, piece: _Piece, threads: ThreadPoolExecutor) -> SlicePiece:
         data = msgspec.msgpack.encode(piece)
@@ -187,6 +226,21 @@ def _with_lines(
     return found, read_bytes
 
 
+class _Left(Struct):
+    """How much of the input a part may still get."""
+
+    rows: int
+    size_bytes: int
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.rows < 0 or self.size_bytes < 0
+
+    def take(self, rows: int, size_bytes: int) -> None:
+        self.rows -= rows
+        self.size_bytes -= size_bytes
+
+
 class SlicedIndex(RowIndex):
     """The index of the rows of one part, from the slice that the owner has put into a store."""
 
@@ -199,7 +253,11 @@ class SlicedIndex(RowIndex):
         self.has_failed, self.is_flawed, self.reuses = facts.has_failed, facts.is_flawed, facts.reuses
         self._folds = facts.folds
         self.arrays = RowArrays(folder, order.end - order.first)
+        self.raws: dict[int, bytes] | None = None if part.needs_input else {}
         segments = self._read(StoreObjects(order.parts.store), part.pieces, folder)
+        if self._refused and not part.needs_input:
+            lines = b"".join(msgspec.json.encode(each) + b"\n" for each in self._refused)
+            (Path(order.parts.gather.dataset) / REJECTED).write_bytes(lines)
         self.place = self.arrays.opened(folder / PLACES, np.uint64)
         self.size = self.arrays.opened(folder / SIZES)
         pairs = self.arrays.opened(folder / FOLLOWERS).reshape(-1, 2)
@@ -223,6 +281,7 @@ class SlicedIndex(RowIndex):
     def _read(self, objects: StoreObjects, pieces: Sequence[SlicePiece], folder: Path) -> dict[str, _Segment]:
         """Write the arrays to files. Returns: the segments, by name."""
         segments: dict[str, _Segment] = {}
+        self._refused: list[Rejected] = []
         with (
             open(folder / PLACES, "xb") as places,
             open(folder / SIZES, "xb") as sizes,
@@ -233,6 +292,9 @@ class SlicedIndex(RowIndex):
                 places.write(piece.place)
                 sizes.write(piece.size)
                 followers.write(piece.followers)
+                self._refused += piece.refused
+                if self.raws is not None:
+                    self.raws.update(piece.inputs)
                 for segment in piece.segments:
                     segments[segment.name] = _joined(segments.get(segment.name), segment)
         return segments

@@ -33,7 +33,7 @@ class PartSlice(Struct, frozen=True):
     """The slice of the index that one part needs."""
 
     pieces: list[SlicePiece]
-    needs_input: bool  # some rows have no line of their own: it is made of the input
+    needs_input: bool  # more lines are made of the input than a slice has rows of it
 
 
 class PartsOrder(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -112,6 +112,7 @@ class RowIndex(OutcomeIndex):
     """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
     first = 0  # the row that the arrays begin with
+    raws: Mapping[int, bytes] | None = None  # the rows of the input that lines are made of; None: the dataset has them
     has_failed = False  # some row has an error
     is_flawed = False  # some result's reply has a flaw
     reuses = False  # some row took over the result of another job
@@ -325,6 +326,8 @@ class RowWindows:
             self._sealed = None
 
     def _raws(self, numbers: list[int]) -> list[bytes]:
+        if self._index.raws is not None:
+            return [self._index.raws[number] for number in numbers]
         if self._sealed is None:
             self._sealed = open_rows(self._dataset, moved(load_seal(self._dataset), self._moved))
         return self._sealed.read_many(numbers)
