@@ -33,3 +33,10 @@ def test_the_package_imports_nothing_heavy():
         names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
         own = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
         assert [name for name in own if not is_allowed(name)] == []
+
+
+def test_public_names_are_completed_before_they_are_imported():
+    """`dir`, which notebooks complete from, names them all."""
+    code = "import batchmill; print(*dir(batchmill))"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"run", "arun", "Client", "AsyncClient", "Job", "batched", "tensor"} <= {*names}

@@ -32,3 +32,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'batchmill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What a notebook completes: the public names, imported or not."""
+    return sorted({*globals(), *_MODULES})

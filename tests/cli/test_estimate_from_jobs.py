@@ -33,3 +33,7 @@ def test_an_estimate_learns_from_a_job(tmp_path, monkeypatch):
         assert after["output_tokens"]["mid"] == job["usage"]["output_tokens"] * 10 > 0
         assert (after["models"][0]["learned_from"], after["models"][0]["learned_rows"]) == ([job["id"]], 4)
         assert any("output tokens as in 4 rows of this work" in note for note in after["notes"])
+        rest = call("estimate", "all.jsonl", "--reuse")["estimate"]
+        assert (rest["run"], rest["output_tokens"]["mid"]) == (40, job["usage"]["output_tokens"] * 9)
+        assert rest["models"][0]["output_tokens"]["mid"] == rest["output_tokens"]["mid"]
+        assert any(note.startswith("4 of the rows that run take over") for note in rest["notes"])

@@ -112,6 +112,13 @@ def test_another_model_answers_what_failed(failed, service, tmp_path):
     assert call("ledger", "verify", job).exit_code == 0
 
 
+def test_a_model_by_its_engine_and_source_is_taken(failed):
+    """As `run` takes it; here the job's budget asks for its price, and nothing goes to its service."""
+    refused = call("retry", failed("out.jsonl", "--budget", "999999999"), "--model", "openai:s-other")
+    assert refused.exit_code == 2
+    assert "s-other" in refused.output and "price" in refused.output and "adapter" not in refused.output
+
+
 @pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
 def test_tables_name_the_model_in_a_column(failed, tmp_path, output):
     """The column is there once a retry has named a model, and not before; it is empty for rows of the job's own."""

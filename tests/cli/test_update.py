@@ -53,6 +53,16 @@ def test_changed_input_is_updated_on_request(run, tmp_path):
     assert shrunk.exit_code == 0 and calls == [] and outputs(tmp_path) == [10, 2]
 
 
+def test_a_finished_job_with_failed_rows_names_the_way_to_run_them(run, tmp_path):
+    """The same command runs nothing: it says how failed rows and how all rows run again."""
+    (tmp_path / "app.py").write_text("def odd(n):\n    assert n % 2, n\n    return n\n")
+    assert run(range(3), model="odd")[0].exit_code == 3
+    for flags in ((), ("--update",)):
+        again, _ = run(range(3), *flags, model="odd")
+        assert "finished already; batchmill retry job_" in again.output, again.output
+        assert "runs its failed rows, --overwrite runs it again" in again.output
+
+
 def test_what_update_cannot_do_is_refused_by_name(run, tmp_path):
     """Contradictions are errors of the command; results of somebody else are never written over."""
     for flags, word in ((("--update", "--no-reuse"), "--no-reuse"), (("--update", "--overwrite"), "--overwrite")):

@@ -71,7 +71,7 @@ def write_data(data: object, path: Path) -> Written:
 
 
 def _refused(data: object, way_out: str) -> InvalidInput:
-    return InvalidInput(f"a {type(data).__name__} is no dataset: {way_out}", code="invalid_source")
+    return InvalidInput(f"{type(data).__name__} is no dataset: {way_out}", code="invalid_source")
 
 
 def _arrow() -> Any:

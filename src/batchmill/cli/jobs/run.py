@@ -278,6 +278,14 @@ async def _announce(session: Session, jobs: JobsClient, submitted: Submitted, di
         "retried": f"retrying {count(view.rows - done(view), 'row')} of job {submitted.id}",
         "joined": f"joining job {submitted.id}, which is running{rows}; this command's flags for workers, limits, "
         "prices and budget have no effect on it, and Ctrl-C pauses it for everybody",
-        "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
+        "finished": f"job {submitted.id} is finished already; {_ways_on(view)}",
     }
     display.say(clean(announcements.get(submitted.how, f"job {submitted.id}: {submitted.how}")))
+
+
+def _ways_on(view: JobView) -> str:
+    """What may be done with a job that has ended."""
+    again = "--overwrite runs it again"
+    return (
+        f"batchmill retry {view.id} runs its failed rows, {again}" if view.rows_failed > view.rows_rejected else again
+    )

@@ -25,7 +25,7 @@ from batchmill.jobs.ledger.sampled_rows import PREVIEW, PreviewOrder
 from batchmill.store.disk_room import DiskQuota, preparing
 from batchmill.types import JobOrder, JobView, ReuseCount
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.native import Estimate, Explanation, PlanSample, SealReport
+from batchmill.wire.native import Estimate, EstimateRange, Explanation, PlanSample, SealReport
 
 Progress = Callable[[float], None]
 CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]  # `ports.Jobs.count_reused`
@@ -160,10 +160,50 @@ async def estimate(
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
         reused = await _reused(spec, home, count_reused)
         notes += [reused.note] if reused.note else []
-        if reused.rows:
-            rows = "rows that run" if spec.sample is None else "rows of the whole job"
-            notes.append(f"{reused.rows:,} of the {rows} take over results of earlier jobs, which costs nothing")
+        if not reused.rows:
+            return prepared.report, msgspec.structs.replace(found, notes=notes)
+        takes_over = "take over results of earlier jobs, which costs nothing"
+        if spec.sample is not None:
+            notes.append(
+                f"{reused.rows:,} of the rows of the whole job {takes_over}; the figures count all of the sample"
+            )
+        else:
+            rest = found.run - reused.rows
+            notes.append(f"{reused.rows:,} of the rows that run {takes_over}: the figures are those of {rest:,} rows")
+            found = _of_rows(found, rest)
         return prepared.report, msgspec.structs.replace(found, notes=notes)
+
+
+def _of_rows(found: Estimate, rows: int) -> Estimate:
+    """What so many of its rows use: the others take over results, as many of each model."""
+    share = rows / found.run if found.run else 0.0
+    models = [
+        msgspec.structs.replace(
+            model, input_tokens=_tokens(model.input_tokens, share), output_tokens=_tokens(model.output_tokens, share),
+            cost=_scaled(model.cost, share), cost_input=_scaled(model.cost_input, share),
+            cost_max=_times(model.cost_max, share),
+        )
+        for model in found.models
+    ]  # fmt: skip
+    return msgspec.structs.replace(
+        found, models=models, input_tokens=_tokens(found.input_tokens, share),
+        output_tokens=_tokens(found.output_tokens, share), cost=_scaled(found.cost, share),
+        cost_input=_scaled(found.cost_input, share), time_s=_times(found.time_s, share),
+        time_s_min=_times(found.time_s_min, share), cost_max=_times(found.cost_max, share),
+    )  # fmt: skip
+
+
+def _times(value: float | None, share: float) -> float | None:
+    return None if value is None else value * share
+
+
+def _scaled(range_: EstimateRange | None, share: float) -> EstimateRange | None:
+    return None if range_ is None else EstimateRange(range_.low * share, range_.mid * share, range_.high * share)
+
+
+def _tokens(range_: EstimateRange | None, share: float) -> EstimateRange | None:
+    scaled = _scaled(range_, share)
+    return None if scaled is None else EstimateRange(round(scaled.low), round(scaled.mid), round(scaled.high))
 
 
 async def _reused(spec: JobSpec, home: Path, count: CountReused) -> ReuseCount:

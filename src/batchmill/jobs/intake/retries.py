@@ -187,6 +187,8 @@ def _adapter_of(model: ModelSpec, change: RetryChange) -> str | None:
     """The own name of the adapter that rows are to call; None: the base. Raises: InvalidInput."""
     targets = model.targets()
     called = change.adapter or change.model or model.name
+    if change.adapter is None and called not in targets:  # ENGINE:SOURCE, which has been resolved to the model
+        return None
     if called not in targets:
         known = [name for name, adapter in targets.items() if adapter is not None]
         more = f" and {len(known) - NAMES_SHOWN:,} more" if len(known) > NAMES_SHOWN else ""
