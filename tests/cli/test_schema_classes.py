@@ -164,6 +164,30 @@ def test_a_class_of_a_program(folder, monkeypatch):
         assert "the score 9 is above 1" in job.failures()["error"][0].as_py()
 
 
+def test_a_class_that_is_deployed_here(folder):
+    """Commands of this machine name it too, and `batchmill.run`; it stays what it was when the file changes."""
+    (folder / "in.jsonl").write_text('{"text": "fits"}\n{"text": "never"}\n')
+    done = invoke("deploy", "reviews.py:Review", "--schema", "--name", "review")
+    assert done.exit_code == 0 and "review@main/1 is ready: a schema with the fields label, score" in done.output
+    (folder / "reviews.py").write_text(CODE.replace("> 1", "> 99"))
+    with beside(AnsweringService(answer)) as service:
+        result = run(service.url, "--validator", "review@1")
+        assert result.exit_code == 3, result.output
+        assert "the score 9 is above 1" in read(folder / "out.jsonl")["never"]["error"]
+        both = run(service.url, "--validator", "review", "--fields", "a: int")
+        assert "give one of them" in both.output and both.exit_code not in (0, 3)
+        unknown = run(service.url, "--validator", "revue", "--overwrite")
+        assert "'revue' does not exist" in unknown.output and "deploy FILE.py:CLASS --schema" in unknown.output
+        job = batchmill.run(
+            {"text": ["never"]}, model="openai:m", base_url=service.url, prompt="{text}", validator="review",
+            data_dir=folder / "data",
+        )  # fmt: skip
+        assert "the score 9 is above 1" in job.failures()["error"][0].as_py()
+    shown = invoke("models", "show", "review")
+    assert "a schema with the fields label, score" in shown.output, shown.output
+    assert "review" not in invoke("models").output
+
+
 NOTEBOOK = """
 import sys
 import batchmill

@@ -22,12 +22,23 @@ from batchmill.executors.ray.shared_store import keep_left
 from batchmill.object_store.credentials import joined, on_nodes
 from batchmill.store import folder_objects
 from batchmill.store.objects import StoreObjects
-from batchmill.types import Lease, ModelSpec, SegmentPlace
+from batchmill.types import Isolation, Lease, ModelSpec, OutputSchema, SchemaVersion, SegmentPlace
 from batchmill.types.calls import LiveRequest
 from batchmill.types.connectors import Provision, Storage
 from batchmill.wire import messages
 from batchmill.wire.forms import TableForm
-from batchmill.wire.messages import Answered, AnswerLive, Failed, Grant, Open, Released, Revoke, Start, StoredFile
+from batchmill.wire.messages import (
+    Answered,
+    AnswerLive,
+    Failed,
+    Grant,
+    Open,
+    Provide,
+    Released,
+    Revoke,
+    Start,
+    StoredFile,
+)
 
 DATA_DIR = "/data-of-the-owner"  # which does not exist
 
@@ -163,6 +174,47 @@ async def test_a_job_that_is_opened_again_while_it_is_opened(files: NodeFiles, s
         received += [messages.to_worker.decode(each) for each in await channel.read()]
     assert received[1] == Revoke("job_1") and received[0] == received[2]
     assert not received[2].dataset.startswith(DATA_DIR)
+
+
+async def test_the_class_of_a_job(
+    files: NodeFiles, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code comes with the job, and its interpreter is that of an environment of the node."""
+    rows, code = (
+        put(store, tmp_path, "jobs/job_1/dataset", "rows"),
+        put(store, tmp_path, "models/versions/a/main/1", "x"),
+    )
+    python = f"{DATA_DIR}/environments/abc/bin/python"
+    schema = OutputSchema(
+        "{}", validator="a.py:A", code="c", version=SchemaVersion("a@main/1", f"{code.path}/code", python)
+    )
+    asked: list[str] = []
+
+    class Built:
+        def __init__(self, folder: Path, isolation: object) -> None:
+            asked.append(str(folder))
+
+        async def python(self, interpreter: str | None, lock: str | None, log: Path) -> str:
+            return f"/environments-here/{lock}"
+
+    monkeypatch.setattr(node_files, "Environments", Built)
+    monkeypatch.setattr(node_files.environments, "read_requested", lambda home: (None, (home / "text").read_text()))
+    channel = NodeChannel(files)
+    opening = msgspec.structs.replace(opened(rows), form=TableForm(schema=schema), files=[rows, code])
+    deliver(channel, opening)
+    (data,) = await channel.read()
+    message = messages.to_worker.decode(data)
+    assert isinstance(message, Open) and message.form.schema is not None
+    version = message.form.schema.version
+    assert version is not None and version.python == "/environments-here/x"
+    assert not version.folder.startswith(DATA_DIR) and version.folder.endswith("/code")
+    assert asked == [str(tmp_path / "cache" / Path(asked[0]).parent.name / "environments")]
+    isolation = Isolation("bwrap", True, DATA_DIR)
+    deliver(channel, Provide(Provision(isolation=isolation)))
+    (data,) = await channel.read()
+    provided = messages.to_worker.decode(data)
+    assert isinstance(provided, Provide) and provided.provision.isolation is not None
+    assert provided.provision.isolation.data_dir == str(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("path", [f"{DATA_DIR}/files/g", f"{DATA_DIR}/files/f/../../keys"])

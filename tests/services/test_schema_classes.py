@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.databases import open_database
 from fakes.held_clock import HeldClock
+from fakes.packages import add_wheel, use_as_index
 
 from batchmill.config import Config, ProjectEntry
-from batchmill.errors import Conflict, InvalidInput, OverQuota, UnknownName
-from batchmill.executors.validators.validators import ValidatorFailed
+from batchmill.errors import Conflict, InvalidInput, ModelFailed, OverQuota, UnknownName
+from batchmill.executors.validators import validators as validator_processes
+from batchmill.executors.validators.messages import Checked
+from batchmill.executors.validators.validators import ValidatorFailed, Validators
 from batchmill.jobs.ledger import snapshot
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
@@ -32,7 +36,7 @@ from batchmill.types import (
     Scope,
 )
 from batchmill.wire import bundles
-from batchmill.wire.bundles import SCHEMA, DeployOrder
+from batchmill.wire.bundles import SCHEMA, Deployed, DeployOrder
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -56,10 +60,10 @@ class Place:
     async def called(self, spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
         return Interface()
 
-    async def deploy(self, number: int, by: Caller = ONE, **settings: object):
+    async def deploy(self, number: int | str, by: Caller = ONE, code: str = CODE, **settings: Any) -> Deployed:
         order = DeployOrder(**{"name": "", "target": "a.py:A", "kind": SCHEMA, **settings})
         path, out = self.folder / "bundle.tar.gz", io.BytesIO()
-        bundles.write(out, order, {"a.py": CODE.format(number=number).encode()})
+        bundles.write(out, order, {"a.py": code.replace("{number}", str(number)).encode()})
         path.write_bytes(out.getvalue())
         return await self.versions.deploy(path, by=by)
 
@@ -178,3 +182,65 @@ async def test_the_quota(tmp_path: Path) -> None:
     place.clock.at += KEPT_S + 1
     assert (await place.deploy(3)).is_new
     place.database.close()
+
+
+# What a class of pydantic is, as far as batchmill reads it, with a package of its environment alone.
+MODEL = """
+import json
+import batchmill_answer_of_test as package
+
+class Validator:
+    def validate_json(self, text):
+        if json.loads(text)["n"] > {number}:
+            raise ValueError(f"above what {package.VALUE} allows")
+
+class A:
+    __pydantic_core_schema__ = {"type": "function-plain"}
+    __pydantic_validator__ = Validator()
+
+    @classmethod
+    def model_json_schema(cls):
+        return {"type": "object", "properties": {"n": {"type": "integer"}}, "description": package.VALUE}
+"""
+PACKAGE = "batchmill-answer-of-test"
+
+
+async def test_a_class_in_an_environment_of_its_own(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read and run with the packages of its version; newer ones are another version of the same class."""
+    index = tmp_path / "index"
+    index.mkdir()
+    add_wheel(index, "1.0")
+    use_as_index(index, monkeypatch)
+    with pytest.raises(ModelFailed, match=r"lacks batchmill_answer_of_test. If that is a package, name it in the req"):
+        await place.deploy(1, code=MODEL)
+    first = await place.deploy(1, code=MODEL, requirements=PACKAGE)
+    assert not (await place.deploy(1, code=MODEL, requirements=PACKAGE)).is_new
+    add_wheel(index, "2.0")
+    second = await place.deploy(1, code=MODEL, requirements=PACKAGE)
+    assert (second.version.name, second.version.number) == (first.version.name, first.version.number + 1)
+    validators = Validators(lambda: None)
+    try:
+        for deployed, value in ((first, "1.0"), (second, "2.0")):
+            schema = place.versions.schema_class(ONE, f"{deployed.version.name}@{deployed.version.number}")
+            assert f'"description":"{value}"' in schema.document
+            assert schema.version is not None and str(place.folder / "environments") in (schema.version.python or "")
+            assert await validators.checked(schema, b'{"n":1}') == Checked([])
+            problem = f"the validator raised ValueError: above what {value} allows"
+            assert await validators.checked(schema, b'{"n":2}') == Checked([problem])
+    finally:
+        await validators.close()
+    with pytest.raises(ModelFailed, match="add msgspec to the requirements"):
+        await place.deploy("pass", requirements=PACKAGE)
+
+
+async def test_a_class_that_never_loads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that hangs while it is imported is stopped, and leaves no version."""
+    monkeypatch.setattr(validator_processes, "LOAD_S", 0.5)
+    with pytest.raises(ModelFailed, match="said nothing for 0.5 s and was killed"):
+        await place.deploy("pass", code="import time\ntime.sleep(1000)\n")
+    assert place.named() == [] and not list((place.folder / "models" / "versions").rglob("a.py"))
+    with pytest.raises(ModelFailed):
+        await place.deploy("pass", code="1/0\n", name="broken")
+    assert "ZeroDivisionError" in (place.versions.get("broken")[0].error or "")

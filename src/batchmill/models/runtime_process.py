@@ -62,7 +62,7 @@ def sandbox_prefix(sandbox: Isolation, python: str, folder: str, *, gpus: int) -
     Raises: ModelFailed for an interpreter whose folder has other files too.
     """
     venv = Path(python).parent.parent
-    if venv.parent == Path(sandbox.data_dir, FOLDER):
+    if venv.parent.name == FOLDER and venv.is_relative_to(sandbox.data_dir):  # of a node, in the folder of its store
         base = base_of(venv)
         python, paths = base.python, [str(venv), *base.places]
     else:
