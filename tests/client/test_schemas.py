@@ -96,6 +96,8 @@ def test_which_classes_have_code() -> None:
     assert not has_validators({"type": "object"}) and not has_validators("a: int")
     order = {"models": ["m"], "schema": Checked, "schema_requirements": "pydantic"}
     assert described(NewJob, ["f"], order, may_have_code=True).schema == schema_of(Checked)
+    with pytest.raises(InvalidInput, match="leave one of both out"):
+        described(NewJob, ["f"], order | {"validator": "review"}, may_have_code=True)
     with pytest.raises(InvalidInput, match="schema_requirements is for a schema whose class"):
         described(NewJob, ["f"], order | {"schema": Data}, may_have_code=True)
     pydantic = pytest.importorskip("pydantic")

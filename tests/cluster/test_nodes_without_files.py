@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from fakes.answering_service import AnsweringService, choice
 from fakes.echoing_service import EchoingService
@@ -134,6 +135,35 @@ async def test_a_server_whose_nodes_see_no_file_of_it(stage: Stage) -> None:
                 outputs = [json.loads(line)["output"] for line in (folder / "out.jsonl").read_text().splitlines()]
                 assert outputs == [3 * n for n in range(ROWS)]
                 assert await batch_of(client, 40) == 40
+
+
+@pytest.mark.timeout(180)
+async def test_a_class_that_validates_on_a_node(stage: Stage) -> None:
+    """Its code comes with the job, and runs isolated on the node that asks the service."""
+    folder = stage.hidden / "classes"
+    folder.mkdir()
+    (folder / "answers.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Review:\n    score: float\n"
+        "    def __post_init__(self):\n        if self.score > 1:\n            raise ValueError('above 1')\n"
+    )
+    (folder / "rows.jsonl").write_text('{"text": "3"}\n{"text": "0.5"}\n')
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        first, *others = body["messages"]
+        return choice(json.dumps({"score": 0.1 if "above 1" in str(others) else float(first["content"])}))
+
+    async with AnsweringService(answer) as service:
+        config = stage.config("classes/data") + (
+            f'[models.m]\nengine = "openai"\nsource = "s"\nbase_url = "{service.url}"\n'
+            f'[functions]\nisolate = "bubblewrap"\nreadable = {[str(Path(msgspec.__file__).parents[1])]}\n'
+        )
+        with running_server(folder, config, env=s3_environment(stage.url)):
+            await asyncio.to_thread(deploy, folder, "answers.py:Review", "--schema", "--name", "review")
+            words = ("run", "rows.jsonl", "--model", "m", "--prompt", "{text}", "--validator", "review")
+            done = await asyncio.to_thread(run_command, folder, *words, "-o", "out.jsonl")
+            assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line)["score"] for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert found == [0.1, 0.5] and len(service.bodies) == 3
 
 
 async def test_images_that_nodes_fetch(stage: Stage) -> None:

@@ -112,6 +112,8 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, ma
         if "models" in given:
             raise InvalidInput("model and models are two names of one thing: leave one out")
         given["models"] = [model]
+    if given.get("schema") is not None and given.get("validator") is not None:
+        raise InvalidInput("the class of `validator` has a schema: leave one of both out", code="schema_conflict")
     is_deployed = has_code(given)
     assert may_have_code or not is_deployed, "a class with code is deployed, and its version is named"
     if given.pop("schema_requirements", None) is not None and not is_deployed:

@@ -110,7 +110,7 @@ def classes_of_jobs(db: sa.Connection) -> set[str]:
     """The versions without a name of their own that jobs validate with, also jobs that have ended."""
     mark, found = f'"reference":"{SCHEMA}_'.encode(), set[str]()
     for data in db.execute(sa.select(jobs.c.spec).execution_options(yield_per=PAGE)).scalars():
-        if mark in data:
+        if mark in bytes(data):
             schema = msgspec.json.decode(data, type=JobSpec).form.schema
             if schema is not None and schema.version is not None:
                 found.add(schema.version.reference)
