@@ -48,7 +48,11 @@ def web():
 @asynccontextmanager
 async def loader(clock: HeldClock | None = None, *, bytes_max: int = LIMIT, attempts_max: int = 3, calls=lambda: 0):
     media = RowMedia(
-        bytes_max, calls, attempts_max=attempts_max, clock=clock or HeldClock(), jitter=random.Random(1).random
+        calls,
+        attempts_max=attempts_max,
+        clock=clock or HeldClock(),
+        jitter=random.Random(1).random,
+        bytes_max=bytes_max,
     )
     try:
         yield media

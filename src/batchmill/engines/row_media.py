@@ -19,6 +19,7 @@ from batchmill.datasets.media.loading import has_media, loaded, read_bytes
 from batchmill.engines.media_copies import CopyReader
 from batchmill.engines.media_places import Places
 from batchmill.engines.media_urls import MediaUrls, too_large
+from batchmill.function_runtime.frames import share_freed_memory
 from batchmill.ports import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
 from batchmill.wire.json_bytes import split_object
@@ -26,6 +27,7 @@ from batchmill.wire.media import HEAD_BYTES, encoded_bytes, type_for
 from batchmill.wire.rendered_rows import MediaPart, media_of
 
 READS_MAX = 16  # rows whose media are read at once
+MEDIA_BYTES_MAX = 128 * 1024 * 1024  # of media in memory, as base64: loaded ones and calls; and those of one row more
 LOADED_BYTES_MAX = 64 * 1024 * 1024  # of those that are loaded and no calls yet
 AHEAD_MAX = 32  # rows that are loaded beyond those that an engine holds
 
@@ -36,14 +38,14 @@ class RowMedia:
     """The media of the rows of one run of an engine.
 
     Args:
-        bytes_max: of media that are loaded and of calls, together.
-        calls: how many bytes the calls have that were made of rows; `wake` is called when there are fewer.
+        calls: how many bytes the calls have that were made of rows with media; `wake` is called when there are fewer.
         attempts_max: to fetch a URL for one row.
+        bytes_max: of media that are loaded and of calls, together.
     """
 
     def __init__(
-        self, bytes_max: int, calls: Callable[[], int], *, attempts_max: int, clock: Clock,
-        jitter: Callable[[], float] = random.random,
+        self, calls: Callable[[], int], *, attempts_max: int, clock: Clock,
+        jitter: Callable[[], float] = random.random, bytes_max: int = MEDIA_BYTES_MAX,
     ) -> None:  # fmt: skip
         self._bytes_max, self._calls = bytes_max, calls
         self.urls = MediaUrls(attempts_max, self._on_wait, clock=clock, jitter=jitter)
@@ -51,6 +53,7 @@ class RowMedia:
         self._copies, self._numbers = CopyReader(), count()
         self._held: dict[int, int] = {}  # number of a row -> its bytes
         self._waiting: set[int] = set()  # numbers of rows that wait for room
+        self._shares_memory = False
         self._beyond: int | None = None  # the one row that may have more bytes than there is room for
         self._changed = asyncio.Event()
 
@@ -74,6 +77,12 @@ class RowMedia:
         """A row waits for another one."""
         self.places.check()
         self.wake()
+
+    def share_memory(self) -> None:
+        """A worker keeps freed memory for the next rows: that of media, for each of its threads, would be much."""
+        if not self._shares_memory:
+            share_freed_memory()
+            self._shares_memory = True
 
     def begin(self, row: Row) -> LoadingRow:
         number = next(self._numbers)
@@ -169,6 +178,7 @@ def _made(prepare: Callable[[Row], Result], row: Row, contents: list[_Content]) 
     for each in contents:
         data, each.data = each.data, None
         parts.append(loaded(each.part, each.type, data, members))
+        del data
     row.media = tuple(parts)
     try:
         return prepare(row)
@@ -192,6 +202,7 @@ class LoadingRow:
         row = self.row
         if not has_media(row):
             return prepare(row)
+        self._media.share_memory()
         await self._media.places.take(self.number)
         try:
             contents = await self._load(row)

@@ -365,7 +365,7 @@ def _rest(pieces, sent):
     return []
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def keep_freed_memory(size_bytes):
@@ -374,6 +374,13 @@ def keep_freed_memory(size_bytes):
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_M_TRIM_THRESHOLD, size_bytes)
         library.mallopt(_M_MMAP_THRESHOLD, size_bytes)
+
+
+def share_freed_memory():
+    """Let all threads that begin to allocate share one arena of glibc, which keeps freed memory once, not for each."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_ARENA_MAX, 1)
 
 
 def high(fd):

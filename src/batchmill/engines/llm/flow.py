@@ -32,7 +32,6 @@ REFUSAL = (
     "the engine died twice with only this request in flight: it is refused for a while; the operator of the "
     "server can release it with `batchmill quarantine clear`"
 )
-HELD_BYTES_MAX = 256 * 1024 * 1024  # of calls with contents of files, and those of one row more
 AHEAD_MIN = 64  # rows to read beyond the limit, so that their adapters load before their turn
 
 
@@ -100,9 +99,7 @@ class Flow:
         self._trial: set[LlmRow] = set()  # suspects that run now
         self._holds_back = False  # rows of projects beyond their budget wait in the feed
         self._others_at: dict[str, float] = {}  # project -> when it last had a running or waiting row
-        self._media = RowMedia(
-            HELD_BYTES_MAX, self._held_bytes, attempts_max=calls.limits.attempts_max, clock=isolation.clock
-        )
+        self._media = RowMedia(self._media_bytes, attempts_max=calls.limits.attempts_max, clock=isolation.clock)
         self._loading: set[asyncio.Task[None]] = set()  # rows whose media are being loaded
         self._in_flight: dict[asyncio.Task[None], _InFlight] = {}
         self._overtaken: tuple[Adapter | None, int] = None, 0  # a blocked adapter, and how many later rows were sent
@@ -235,11 +232,12 @@ class Flow:
         """What keeps media of rows from being loaded; empty: nothing."""
         return self._media.note
 
-    def _held_bytes(self) -> int:
-        """Of the calls in flight and of those that wait."""
+    def _media_bytes(self) -> int:
+        """Of the calls with media in flight and of those that wait."""
         in_flight = [entry.call for entry in self._in_flight.values()]
         lost = [each.call for each in self._lost_calls]
-        return sum(len(call.body) for call in (*in_flight, *lost, *self._queue.calls(), *self._suspects.calls))
+        calls = (*in_flight, *lost, *self._queue.calls(), *self._suspects.calls)
+        return sum(len(call.body) for call in calls if has_media(call.row))
 
     def _add(self, read: list[tuple[Row, LlmRow | RowError]]) -> None:
         """Queue calls; rows without one get their errors."""

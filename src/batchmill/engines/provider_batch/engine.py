@@ -26,7 +26,6 @@ from batchmill.ports import Clock, Feed, LeaseFeed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
 
 IDLE_TIMEOUT_S = 120.0  # how long a provider may send nothing while it receives a large file
-HELD_BYTES_MAX = 256 * 1024 * 1024  # of media of rows that are written to files for the provider
 LEAVE_S = 30.0  # how long calls in flight may take to end when the engine fails
 FOLDER = "provider-batch-"  # + the id of the process that uses it
 
@@ -66,7 +65,7 @@ class ProviderBatchEngine:
         assert self._folder is not None, "call start() first"
         slots = asyncio.Semaphore(self._settings.jobs_max)
         attempts_max = self._model.limits.attempts_max
-        media = self._media = RowMedia(HELD_BYTES_MAX, lambda: 0, attempts_max=attempts_max, clock=self._clock)
+        media = self._media = RowMedia(lambda: 0, attempts_max=attempts_max, clock=self._clock)
         tools = Tools(
             self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots,
             self._moved, media,

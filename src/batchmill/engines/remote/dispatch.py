@@ -58,7 +58,8 @@ class Dispatch:
         self._taken: deque[Row] = deque()  # rows of which no call is made yet: those of others have many bytes
         self._held_bytes = 0  # of held rows and their calls
         self._row_bytes = 0  # of one row, as the last ones were
-        self._media = RowMedia(HELD_BYTES_MAX, lambda: self._held_bytes, attempts_max=retries.attempts_max, clock=clock)
+        self._media_bytes = 0  # of those that were made of rows with media
+        self._media = RowMedia(lambda: self._media_bytes, attempts_max=retries.attempts_max, clock=clock)
         self._loading: dict[asyncio.Task[None], Row] = {}  # whose media are being loaded
         self._hold_jobs: Callable[[frozenset[str]], None] = lambda jobs: None
         self._held = 0  # rows taken from the feed and not yet put into the sink
@@ -188,6 +189,7 @@ class Dispatch:
             return
         prepared.held_bytes = len(prepared.body) + len(row.raw)
         self._held_bytes += prepared.held_bytes
+        self._media_bytes += prepared.held_bytes if has_media(row) else 0
         self._queue.append(prepared)
 
     def _prepared(self, row: Row) -> RemoteRow | Outcome:
@@ -499,6 +501,7 @@ class Dispatch:
     def _let_go(self, row: Row, held_bytes: int = 0) -> None:
         self._held -= 1
         self._held_bytes -= held_bytes
+        self._media_bytes -= held_bytes if has_media(row) else 0
         self._media.wake()
         job_id = _job_of(row)
         self._held_of[job_id] -= 1
