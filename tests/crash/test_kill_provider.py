@@ -18,7 +18,7 @@ import pytest
 from batchmill.faults import MISFIT_POINTS, PROVIDER_POINTS
 
 ROWS, ROWS_MAX = 240, 60  # of the job, and of one batch
-PROVIDER = Path(__file__).parent.parent / "fakes" / "batch_provider.py"
+TESTS = Path(__file__).parents[1]
 CONFIG = """
 [models.far]
 engine = "openai-batch"
@@ -33,8 +33,9 @@ class Provider:
     """The fake provider, a process of its own that nothing kills."""
 
     def __init__(self, looks: int, *more: str) -> None:
-        command = [sys.executable, str(PROVIDER), "--looks", str(looks), *more]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-P", "-m", "fakes.batch_provider", "--looks", str(looks), *more]
+        environ = {**os.environ, "PYTHONPATH": str(TESTS)}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
 

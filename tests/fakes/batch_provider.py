@@ -1,6 +1,6 @@
 """A provider with OpenAI's Files and Batches, whose faults are told beforehand or drawn from a seed.
 
-In this process as `async with BatchProvider() as provider`; by itself with `python tests/fakes/batch_provider.py`: it
+In this process as `async with BatchProvider() as provider`; by itself with `python -m fakes.batch_provider`: it
 prints its address and tells what happened at `/_fake/state`. What it ran it has billed: `billed` counts the texts.
 """
 

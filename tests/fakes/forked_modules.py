@@ -38,9 +38,10 @@ MODULES = (
     "batchmill.children.child",
     "batchmill.datasets.checking.validator",
     "batchmill.datasets.templates.process",
+    "batchmill.executors.validators.process",
     "batchmill.executors.worker",
 )
-SERVERS = ("fakes.order_server",)  # of the tests, which start MODULES themselves
+SERVERS = ("fakes.batch_provider", "fakes.ended_job", "fakes.order_server")  # of the tests; they may start MODULES
 TESTS = str(Path(__file__).parent.parent)
 READ_AT_START = (
     "PYTHON", "LD_", "MALLOC_", "SSL_", "OPENSSL_", "SQLALCHEMY", "MSGSPEC", "AIOHTTP_", "COVERAGE", "TZ",
@@ -63,6 +64,12 @@ def read_at_start(environ: dict[str, str]) -> dict[str, str]:
     """The variables that an interpreter heeds while it starts; the tests' own folder is no difference."""
     found = {name: value for name, value in environ.items() if name.startswith(READ_AT_START) and name not in HARMLESS}
     return {name: value for name, value in found.items() if (name, value) != ("PYTHONPATH", TESTS)}
+
+
+def is_like(ours: dict[str, str], environ: dict[str, str]) -> bool:
+    """Whether a module may be a fork of a process with `ours`. One that is not told of certificates asks nobody."""
+    ours, theirs = read_at_start(ours), read_at_start(environ)
+    return theirs == {name: value for name, value in ours.items() if not name.startswith("SSL_") or name in theirs}
 
 
 class ModulePopen(REAL_POPEN):
@@ -101,6 +108,7 @@ class ModulePopen(REAL_POPEN):
         return {
             "module": words[3], "argv": list(map(str, words[4:])), "environ": environ, "limits": limits,
             "cwd": os.path.abspath(os.fspath(given["cwd"] or ".")), "new_session": given["start_new_session"],
+            "process_group": given["process_group"],
             "umask": int(Path("/proc/self/status").read_text().split("Umask:")[1].split()[0], 8),
         }  # fmt: skip
 
@@ -151,14 +159,16 @@ def fork_sibling() -> int:
 
 
 def fork_in_session(fork: Callable[[], int], request: dict[str, Any]) -> int:
-    """Fork. The new process has the session of the request when its number is known, as with `subprocess`: whoever
-    kills its process group at once must find one."""
+    """Fork. The new process has the session and the group of the request when its number is known, as with
+    `subprocess`: whoever kills its process group at once must find one."""
     ready, begun = os.pipe()
     pid = fork()
     if pid == 0:
         os.close(ready)
         if request["new_session"]:
             os.setsid()
+        if request.get("process_group", -1) >= 0:
+            os.setpgid(0, request["process_group"])
         os.close(begun)
         return 0
     os.close(begun)
@@ -185,7 +195,7 @@ def start_forker(environ: dict[str, str]) -> None:
             return receive_pid(ours)
 
     def can_run(other: dict[str, str]) -> bool:
-        return read_at_start(other) == read_at_start(environ)
+        return is_like(environ, other)
 
     ModulePopen.start_module, ModulePopen.can_run_module = staticmethod(start), staticmethod(can_run)
     subprocess.Popen = ModulePopen

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from fakes.forked_modules import REAL_POPEN, SHOWN_CHARS, ModulePopen, read_at_start, receive_pid, send
+from fakes.forked_modules import REAL_POPEN, SHOWN_CHARS, ModulePopen, is_like, read_at_start, receive_pid, send
 from fakes.own_folders import make_folder
 
 import batchmill
@@ -137,6 +137,9 @@ class Preloaded:
         _ = self.address
         return read_at_start(environ) == read_at_start(self._environ)
 
+    def can_run_module(self, environ: dict[str, str]) -> bool:
+        return self.can_run(self._environ) and is_like(self._environ, environ)
+
     def start(
         self, argv: list[str], *, path: str, cwd: str, environ: dict[str, str], new_session: bool, fds: dict[int, int]
     ) -> tuple[int, int]:
@@ -192,7 +195,7 @@ class PreloadedPopen(ModulePopen):
 
     _status_fd: int | None = None  # until the process has ended
     start_module = staticmethod(PRELOADED.start_module)
-    can_run_module = staticmethod(PRELOADED.can_run)
+    can_run_module = staticmethod(PRELOADED.can_run_module)
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments
@@ -255,6 +258,8 @@ def _command(given: dict[str, Any]) -> tuple[list[str], str, dict[str, str]] | N
         command = words, str(SCRIPT.parent)
     elif words[:3] == [sys.executable, "-m", "batchmill"]:
         command = [str(MAIN), *words[3:]], ""
+    elif words[:4] == [sys.executable, "-P", "-m", "batchmill"]:
+        command = [str(MAIN), *words[4:]], str(SCRIPT.parent)  # no folder of the caller's
     else:
         return None
     if not PRELOADED.can_run(environ):

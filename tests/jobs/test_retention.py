@@ -9,20 +9,19 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from fakes.databases import open_database
+from fakes.ended_job import JOB, service_of
 from fakes.held_clock import HeldClock
-from fakes.job_service import job_service
 from ledgered_job import LedgeredJob
 
-from batchmill.config import BackupsEntry, RetentionEntry
+from batchmill.config import BackupsEntry
 from batchmill.errors import Conflict, Gone, InvalidTransition, UnknownName
-from batchmill.executors.local import LocalExecutor
 from batchmill.faults import RETENTION_POINTS
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.retention import BY_AGE
 from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
@@ -30,7 +29,6 @@ from batchmill.states import JobState
 from batchmill.store.sql.tables import commits, files, jobs, shards
 from batchmill.types import DatasetSpec
 
-JOB = "job_" + "2" * 20
 ROWS = 100
 LEFT = {"job.json", "ending.json", "dataset/seal.json", "results.jsonl"}
 
@@ -68,13 +66,6 @@ def data_dir(model, tmp_path):
         db.execute(jobs.update().values(output=str(tmp_path / "data" / "jobs" / JOB / "results.jsonl")))
     database.close()
     return tmp_path / "data"
-
-
-def service_of(data_dir, clock=None, **entry):
-    ledger = Ledger(open_database(data_dir / "batchmill.db"))
-    return job_service(
-        data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock(), retention=RetentionEntry(**entry)
-    )
 
 
 def spec_of(data_dir, job_id):
@@ -227,11 +218,9 @@ async def test_paid_rows_without_results_stay(data_dir):
 
 def kill_at(point, data_dir, what):
     """Remove the job or sweep, in a process that dies at a point, if it passes that."""
-    here, fired = os.path.dirname(__file__), data_dir.parent / f"fired-{what}-{point}"
-    environ = os.environ | {
-        "BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(data_dir), here, what], env=environ)
+    fired = data_dir.parent / f"fired-{what}-{point}"
+    environ = os.environ | {"BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-P", "-m", "fakes.ended_job", str(data_dir), what], env=environ)
     assert done.returncode == (-9 if fired.exists() else 0)
     return fired.exists()
 
@@ -266,20 +255,6 @@ async def test_a_salvage_after_a_kill(data_dir):
                     await service.retry(JOB)
         finally:
             await service.close()
-
-
-PROGRAM = """
-import asyncio, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_retention import JOB, service_of
-
-async def main():
-    service = service_of(Path(sys.argv[1]), intermediate_s=0)
-    await (service.remove(JOB) if sys.argv[3] == "remove" else service.retention.sweep())
-
-asyncio.run(main())
-"""
 
 
 async def test_killed_at_any_point(data_dir):
