@@ -212,6 +212,8 @@ REPORT = {
         ({"labels": {"": "x"}}, "labels"),
         ({"budget": "much"}, "budget"),
         ({"output_format": "xml"}, "output_format"),
+        ({"fail_on": ["long"]}, "known are truncated, filtered, refused, empty, repeating"),
+        ({"model": ["a", "b"]}, "models a list"),
     ],
 )
 async def test_wrong_fields_are_refused_before_anything_is_sent(options, expected):

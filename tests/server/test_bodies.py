@@ -5,6 +5,7 @@ from small_api import Body, Query
 
 from batchmill.server.bodies import InvalidField, parse_json, parse_query
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.native import NewJob
 
 
 def test_a_query_fills_its_struct():
@@ -62,6 +63,12 @@ def test_a_body_that_does_not_fit(body, code, param, words):
         parse_json(body, Body)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert words in caught.value.message
+
+
+def test_a_value_that_is_none_of_a_few():
+    """The message has those that there are, in lists too."""
+    with pytest.raises(InvalidField, match="invalid enum value 'long'; known are truncated, filtered, refused"):
+        parse_json(b'{"files":["f"],"models":["m"],"fail_on":["empty","long"]}', NewJob)
 
 
 @pytest.mark.parametrize("levels", [DEPTH_MAX, DEPTH_MAX + 200, 100_000])

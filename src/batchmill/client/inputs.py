@@ -19,6 +19,7 @@ from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
+from batchmill.wire.choices import values_at
 from batchmill.wire.class_schemas import schema_of
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
@@ -111,6 +112,8 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, ma
     if (model := given.pop("model", None)) is not None:
         if "models" in given:
             raise InvalidInput("model and models are two names of one thing: leave one out")
+        if not isinstance(model, str):
+            raise InvalidInput(f"model is one name, and models a list of them, not {type(model).__name__}")
         given["models"] = [model]
     if given.get("schema") is not None and given.get("validator") is not None:
         raise InvalidInput("the class of `validator` has a schema: leave one of both out", code="schema_conflict")
@@ -131,7 +134,10 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, ma
     try:
         return msgspec.convert({**given, "files": files}, kind)
     except msgspec.ValidationError as error:
-        raise InvalidInput(str(error), code="invalid_field") from None
+        path = str(error).rpartition("`$.")[2].rstrip("`")
+        known = values_at(kind, path) if str(error).startswith("Invalid enum value") else []
+        hint = f"; known are {', '.join(known)}" if known else ""
+        raise InvalidInput(f"{error}{hint}", code="invalid_field") from None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from batchmill.errors import InvalidInput, TooLarge
 from batchmill.server.admission_control import NO_BODY_S, PARSED_TIMES, STREAM_BYTES, BodyPacer, Hold, Pace
 from batchmill.server.json_inspection import inspect
 from batchmill.server.operations import JSON, Content, Operation
+from batchmill.wire.choices import values_at
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 
 QUERY_FIELDS_MAX = 100
@@ -281,6 +282,8 @@ def _explain(sentence: str, struct_type: type[Struct]) -> InvalidField:
     if detail.startswith("Object missing required field `"):
         name = f"{path}.{detail.split('`')[1]}"
         return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
+    if known := values_at(struct_type, path) if detail.startswith("Invalid enum value") else []:
+        detail += f"; known are {', '.join(known)}"
     message = f"Invalid value for {path!r}: {detail[:1].lower()}{detail[1:]}" if path else f"Invalid request: {detail}"
     return InvalidField(message, code="invalid_value", param=path or None)
 
