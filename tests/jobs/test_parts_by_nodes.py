@@ -31,13 +31,14 @@ from batchmill.jobs.results.part_orders import PartOrder, PartsOrder, Written
 from batchmill.jobs.results.part_writers import (
     CHECK,
     CODE_CHARS_MAX,
+    LEARN,
     PART,
     Nodes,
     can_use_nodes,
     checked,
 )
 from batchmill.jobs.results.parts_run import PartsRun
-from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder
+from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import objects as segment_objects
@@ -188,7 +189,8 @@ async def test_tables(stage: Stage, kind: str) -> None:
     """They have the bytes that this machine would write: what all parts share is found out here."""
     stage.run_rest()
     manifest, _ = await stage.parts(kind)
-    assert len(stage.node.served) == ROWS // PART_ROWS and rewritten(stage) == 0
+    assert len(stage.node.served) == 2 * (ROWS // PART_ROWS) and rewritten(stage) == 0
+    assert stage.here.count(LEARN) == 1  # of one part, to compare
     here, _ = await stage.parts(kind, by_nodes=False)
     assert rewritten(stage) == ROWS // PART_ROWS and here.has_same_content(manifest)
 
@@ -216,7 +218,10 @@ def lying(change: Callable[[Written], Written], number: int | None = 0) -> Calla
     """What a node says of one part, or of all, instead of the truth."""
 
     def changed(reply: bytes) -> bytes:
-        written = msgspec.json.decode(frames.task_replies.decode(reply).answer, type=Written)
+        answer = frames.task_replies.decode(reply).answer
+        if "part" not in msgspec.json.decode(answer):
+            return reply  # it says what the columns are
+        written = msgspec.json.decode(answer, type=Written)
         if number is None or written.part.first == number * PART_ROWS:
             written = change(written)
         return frames.encode(frames.TaskReply(encode(written)))
@@ -241,6 +246,33 @@ async def test_a_node_that_lies(stage: Stage, change: Callable[[Written], Writte
     stage.node.change = lying(change)
     await stage.gather()
     assert rewritten(stage) == 1
+
+
+@pytest.mark.parametrize("stage", [TableForm()], indirect=True, ids=["table"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda learned: replace(learned, names=[*learned.names, "y"], kinds={**learned.kinds, "y": ["text"]}),
+        lambda learned: replace(learned, names=learned.names[:1]),
+        lambda learned: replace(learned, kinds={"n": ["animal"]}),
+    ],
+    ids=["more", "fewer", "kind"],
+)
+async def test_a_node_that_lies_about_columns(stage: Stage, change: Callable[[Learned], Learned]) -> None:
+    """What it says of one part is compared: then no node is believed, and the parts have the bytes that they have
+    here."""
+
+    def changed(reply: bytes) -> bytes:
+        answer = frames.task_replies.decode(reply).answer
+        learned = msgspec.json.decode(answer, type=Learned)
+        return frames.encode(frames.TaskReply(encode(change(learned))))
+
+    stage.run_rest()
+    stage.node.change = changed
+    manifest, _ = await stage.parts("parquet")
+    assert rewritten(stage) == ROWS // PART_ROWS and stage.here.count(LEARN) >= ROWS // PART_ROWS
+    here, _ = await stage.parts("parquet", by_nodes=False)
+    assert here.has_same_content(manifest)
 
 
 @pytest.mark.parametrize("stage", [TableForm()], indirect=True, ids=["table"])

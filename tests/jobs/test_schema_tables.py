@@ -11,7 +11,8 @@ from test_part_tables import gather_parts, manifest_of
 from test_results_tables import read_csv
 
 from batchmill.jobs.results.gathering import gather
-from batchmill.jobs.results.result_columns import ColumnKind, field_kinds
+from batchmill.jobs.results.result_columns import field_kinds
+from batchmill.jobs.results.results import ColumnKind
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, OutputSchema, Row, RowError
 from batchmill.wire.forms import TableForm

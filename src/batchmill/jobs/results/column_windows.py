@@ -16,9 +16,9 @@ from batchmill.datasets.column_rows import ColumnRows
 from batchmill.errors import LedgerBroken
 from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
 from batchmill.function_runtime.arrow_values import ArrowValues
-from batchmill.jobs.results.result_columns import ColumnKind, ColumnKinds
+from batchmill.jobs.results.result_columns import ColumnKinds
 from batchmill.jobs.results.result_parquet import ARROW_TYPES
-from batchmill.jobs.results.results import GatherOrder
+from batchmill.jobs.results.results import ColumnKind, GatherOrder
 from batchmill.jobs.results.row_windows import OutcomeIndex, Window
 from batchmill.store.segments.format import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef

@@ -11,7 +11,7 @@ from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.index_slices import DATASET, write_facts
 from batchmill.jobs.results.output_folders import ObjectFolder
-from batchmill.jobs.results.part_gathering import part_offloaded
+from batchmill.jobs.results.part_gathering import learn_offloaded, part_offloaded
 from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
 from batchmill.jobs.results.row_windows import SavedRowIndex
 from batchmill.types.cluster import NodePlace
@@ -21,6 +21,12 @@ def write_on_node(order: bytes, place: NodePlace) -> bytes:
     """PartOrder in, Written out, both as JSON. Raises: as `part_offloaded`."""
     request = msgspec.json.decode(order, type=PartOrder)
     return part_offloaded(msgspec.json.encode(replace(request, parts=_placed(request, place))), lambda _: None)
+
+
+def learn_on_node(order: bytes, place: NodePlace) -> bytes:
+    """PartOrder in, Learned out, both as JSON. Raises: as `learn_offloaded`."""
+    request = msgspec.json.decode(order, type=PartOrder)
+    return learn_offloaded(msgspec.json.encode(replace(request, parts=_placed(request, place))), lambda _: None)
 
 
 def _placed(order: PartOrder, place: NodePlace) -> PartsOrder:

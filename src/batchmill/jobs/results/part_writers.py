@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -28,7 +29,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node
 from batchmill.jobs.results.output_folders import Part, part_name
 from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, SliceOrder, Slices, Written
-from batchmill.jobs.results.results import CAUSES_MAX
+from batchmill.jobs.results.results import CAUSES_MAX, COLUMNS_MAX, ColumnKind, Learned, merged
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
 from batchmill.store.segments.format import SAMPLE_CHARS_MAX
@@ -38,12 +39,16 @@ from batchmill.wire.job_spec import JobSpec
 
 log = logging.getLogger("batchmill.jobs")
 
+LEARN = "batchmill.jobs.results.part_gathering:learn_offloaded"
 PART = "batchmill.jobs.results.part_gathering:part_offloaded"
 CHECK = "batchmill.jobs.results.node_parts:check_offloaded"
 SLICE = "batchmill.jobs.results.index_slices:slice_offloaded"
+LEARN_ON_NODE = "batchmill.jobs.results.node_parts:learn_on_node"
 PART_ON_NODE = "batchmill.jobs.results.node_parts:write_on_node"
 PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
 CODE_CHARS_MAX = 256  # of an error code that a node names
+ADDED_MAX = 64  # columns that batchmill may add
+KIND_NAMES = frozenset(ColumnKind)
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 Order = TypeVar("Order")
@@ -55,6 +60,9 @@ class PartWriters(Protocol):
 
     async def open(self, part_rows: int) -> None:
         """Called once, before the first part. Args: part_rows: of each part but the last, which may have fewer."""
+
+    async def learn(self, orders: list[PartOrder], progress: Callable[[float], None]) -> list[Learned]:
+        """What is to be known of the rows of parts of tables before one of them is written."""
 
     async def write(self, order: PartOrder) -> Written:
         """Write a part. It is in its place then, and nothing names it. Cancelling ends what writes it."""
@@ -75,6 +83,13 @@ class LocalWriters:
 
     async def open(self, part_rows: int) -> None:
         return
+
+    async def learn(self, orders: list[PartOrder], progress: Callable[[float], None]) -> list[Learned]:
+        return await each(self.learn_one, orders, self.at_once, progress)
+
+    async def learn_one(self, order: PartOrder) -> Learned:
+        answer = await self._offload(LEARN, msgspec.json.encode(order), lambda _: None)
+        return msgspec.json.decode(answer, type=Learned)
 
     async def write(self, order: PartOrder) -> Written:
         answer = await self._offload(PART, msgspec.json.encode(order), lambda _: None)
@@ -121,6 +136,7 @@ class NodeWriters:
         self._local_slots = asyncio.Semaphore(self._local.at_once)
         self._failed = 0
         self._by_nodes: set[int] = set()  # numbers of parts
+        self._learned_by_nodes: list[int] = []  # the same of parts whose columns they have looked at
         self._input: list[str] = []  # paths of the dataset
         self._slices: Slices | None = None
         self._opened = AsyncExitStack()
@@ -137,39 +153,71 @@ class NodeWriters:
         own = [path for path in inputs if _is_in(self._files, path) and not Path(path).is_relative_to(dataset)]
         self._input = [dataset, *own]
 
+    async def learn(self, orders: list[PartOrder], progress: Callable[[float], None]) -> list[Learned]:
+        """What one node says is compared: if it is wrong, this machine learns what is to be known of all parts."""
+        learned = await each(self._learn, orders, self.at_once, progress)
+        if self._learned_by_nodes:
+            number = random.choice(self._learned_by_nodes)
+            if merged([learned[number]]) != merged([await self._local.learn_one(orders[number])]):
+                log.warning(
+                    "the columns of part %d of job %s are not what its node says: they are looked at here",
+                    number, self._spec.id,
+                )  # fmt: skip
+                self._failed = FAILED_MAX
+                return await self._local.learn(orders, progress)
+        return learned
+
+    async def _learn(self, order: PartOrder) -> Learned:
+        learned = await self._try(order, LEARN_ON_NODE, lambda answer, _: checked_columns(answer))
+        if learned is None:
+            async with self._local_slots:
+                return await self._local.learn_one(order)
+        self._learned_by_nodes.append(order.number)
+        return learned
+
     async def write(self, order: PartOrder) -> Written:
+        written = await self._try(order, PART_ON_NODE, checked)
+        if written is None:
+            return await self._here(order)
+        self._by_nodes.add(order.number)
+        return written
+
+    async def _try(
+        self, order: PartOrder, target: str, read: Callable[[bytes, PartOrder], Reply]
+    ) -> Reply | None:  # fmt: skip
+        """What a node says of a part; None if this machine is to look at it."""
         assert self._slices is not None, "open comes first"
         given = self._slices.parts[order.number]
-        if self._failed < FAILED_MAX and given is not None:
-            try:
-                written = await self._on_node(replace(order, slice=given))
-                self._by_nodes.add(order.number)
-                return written
-            except BatchmillError as error:
-                self._failed += 1
-                log.warning(
-                    "part %d of job %s is written on this machine, as no node can: %s",
-                    order.number, self._spec.id, error.message,
-                )  # fmt: skip
-        return await self._here(order)
+        if self._failed >= FAILED_MAX or given is None:
+            return None
+        try:
+            return await self._on_node(replace(order, slice=given), target, read)
+        except BatchmillError as error:
+            self._failed += 1
+            log.warning(
+                "part %d of job %s is made on this machine, as no node can: %s",
+                order.number, self._spec.id, error.message,
+            )  # fmt: skip
+            return None
 
     async def _here(self, order: PartOrder) -> Written:
         async with self._local_slots:
             return await self._local.write(order)
 
-    async def _on_node(self, order: PartOrder) -> Written:
+    async def _on_node(
+        self, order: PartOrder, target: str, read: Callable[[bytes, PartOrder], Reply]
+    ) -> Reply:  # fmt: skip
         """Raises: BatchmillError."""
-
         assert self._slices is not None and order.slice is not None, "only such parts are for nodes"
         gather, facts = order.parts.gather, self._slices.facts
         gather = replace(gather, segments=replace(gather.segments, blocks={}))  # the slice has those of its rows
         paths = self._input if order.slice.needs_input else []
 
-        def attempt() -> tuple[NodeWork, Callable[[bytes], Written]]:
+        def attempt() -> tuple[NodeWork, Callable[[bytes], Reply]]:
             parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="", facts=facts)
             own = replace(order, parts=parts)
-            work = NodeWork(PART_ON_NODE, msgspec.json.encode(own), paths, self._order.term)
-            return work, lambda answer: checked(answer, own)
+            work = NodeWork(target, msgspec.json.encode(own), paths, self._order.term)
+            return work, lambda answer: read(answer, own)
 
         return await run_on_node(self._nodes.tasks, attempt, self._spec.project)
 
@@ -214,6 +262,23 @@ async def each(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return [replies[number] for number in range(len(orders))]
+
+
+def checked_columns(answer: bytes) -> Learned:
+    """What a node says of the columns of a part. Raises: BatchmillError for what cannot be."""
+    try:
+        learned = msgspec.json.decode(answer, type=Learned)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BatchmillError(f"a node sent what describes no columns: {error}", code=TASK_FAILED) from None
+    is_sound = (
+        len(learned.names) <= COLUMNS_MAX
+        and len(learned.kinds) <= COLUMNS_MAX + ADDED_MAX
+        and all(KIND_NAMES.issuperset(kinds) for kinds in learned.kinds.values())
+        and learned.output is None
+    )
+    if not is_sound:
+        raise BatchmillError("a node sent what does not describe columns", code=TASK_FAILED)
+    return learned
 
 
 def checked(answer: bytes, order: PartOrder) -> Written:

@@ -19,7 +19,6 @@ from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, merge
 from batchmill.wire.job_spec import JobSpec
 
 INDEX = "batchmill.jobs.results.part_gathering:index_offloaded"
-LEARN = "batchmill.jobs.results.part_gathering:learn_offloaded"
 PUBLISH = "batchmill.jobs.results.part_gathering:publish_offloaded"
 PART_ROWS = 1_000_000
 PARTS_MAX = 100_000  # of a job with more rows, parts are larger
@@ -54,16 +53,14 @@ class PartsRun:
         ]  # fmt: skip
         done = INDEX_SHARE
         learned = Learned()
-        if indexed.must_learn and parts:
-            asked = parts if indexed.must_learn == "parts" else [PartOrder(order, 0, 0, indexed.rows)]
-            found = await each(
-                self._learn, asked, self._local.at_once, lambda share: progress(INDEX_SHARE + LEARN_SHARE * share)
-            )
-            learned, done = merged(found), INDEX_SHARE + LEARN_SHARE
-        parts = [replace(part, learned=learned) for part in parts]
         writers = await self._writers(order, indexed)
         try:
             await writers.open(part_rows)
+            if indexed.must_learn and parts:
+                asked = parts if indexed.must_learn == "parts" else [PartOrder(order, 0, 0, indexed.rows)]
+                found = await writers.learn(asked, lambda share: progress(INDEX_SHARE + LEARN_SHARE * share))
+                learned, done = merged(found), INDEX_SHARE + LEARN_SHARE
+            parts = [replace(part, learned=learned) for part in parts]
             written = await each(
                 writers.write, parts, writers.at_once, lambda share: progress(done + (1 - done) * share)
             )  # fmt: skip
@@ -78,9 +75,6 @@ class PartsRun:
         if not await asyncio.to_thread(can_use_nodes, self._spec, self._files):
             return self._local
         return NodeWriters(self._spec, self._files, self._nodes, self._offload, order)
-
-    async def _learn(self, order: PartOrder) -> Learned:
-        return await self._call(LEARN, order, Learned, lambda _: None)
 
     async def _call(self, target: str, order: Struct, reply: type[Reply], progress: Callable[[float], None]) -> Reply:
         return msgspec.json.decode(await self._offload(target, msgspec.json.encode(order), progress), type=reply)

@@ -9,7 +9,6 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_lines import LineFile
-from batchmill.jobs.results.results import COLUMNS_MAX, Learned, ResultFile, too_many_columns
+from batchmill.jobs.results.results import COLUMNS_MAX, ColumnKind, Learned, ResultFile, too_many_columns
 from batchmill.types import OutputSchema
 from batchmill.wire.json_bytes import decode, split_object, text_of
 from batchmill.wire.output_schema import names_of
@@ -48,25 +47,6 @@ class ColumnNames:
 
     def input(self) -> list[str]:
         return list(self._names)
-
-
-class ColumnKind(StrEnum):
-    """What the values of a column are. JSON: of different types; each value is written as JSON text."""
-
-    NULL = "null"
-    BOOL = "bool"
-    INT = "int"
-    FLOAT = "float"
-    TEXT = "text"
-    INTS = "list of ints"
-    VECTOR = "vector"  # list of numbers, not all of them ints
-    TEXTS = "list of texts"  # this and the next: only of fields whose schema says so
-    BOOLS = "list of bools"
-    JSON = "json"
-    # Not kinds of a column, but of a value on its way to one.
-    LARGE = "large int"  # no float has it exactly
-    LARGE_INTS = "list of large ints"
-    EMPTY = "empty list"
 
 
 class ColumnKinds:

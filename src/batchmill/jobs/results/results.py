@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,25 @@ class GatherOrder(Struct, frozen=True):
     piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
     moved: dict[str, str] = {}  # files of the dataset, or folders of them, that lie elsewhere here
     sample: Sample | None = None  # of incomplete results: only its rows
+
+
+class ColumnKind(StrEnum):
+    """What the values of a column are. JSON: of different types; each value is written as JSON text."""
+
+    NULL = "null"
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+    TEXT = "text"
+    INTS = "list of ints"
+    VECTOR = "vector"  # list of numbers, not all of them ints
+    TEXTS = "list of texts"  # this and the next: only of fields whose schema says so
+    BOOLS = "list of bools"
+    JSON = "json"
+    # Not kinds of a column, but of a value on its way to one.
+    LARGE = "large int"  # no float has it exactly
+    LARGE_INTS = "list of large ints"
+    EMPTY = "empty list"
 
 
 class Learned(Struct, frozen=True):
