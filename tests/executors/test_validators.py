@@ -207,6 +207,29 @@ async def test_a_file_that_has_changed(validators: Validators, code: Path) -> No
         await validators.checked(schema, b"{}")
 
 
+async def test_what_a_file_imports_is_its_code_too(validators: Validators, tmp_path: Path) -> None:
+    """A module beside the file, and one that it imports in turn; what is installed is not."""
+    for name, text in (
+        ("answers.py", "import json, msgspec\nfrom pack import part\n\nclass A(msgspec.Struct):\n    n: int\n\n"
+                       "    def __post_init__(self):\n        assert self.n <= part.MOST\n"),
+        ("pack/__init__.py", ""), ("pack/part.py", "from pack.deep import MOST\n"), ("pack/deep.py", "MOST = 1\n"),
+        ("other.py", ""),
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    source = f"{tmp_path}/answers.py:A"
+    schema = await with_class(source, OutputSchema(""))
+    (tmp_path / "other.py").write_text("# it is imported by nobody")
+    assert (await with_class(source, OutputSchema(""))).code == schema.code != functions.digest(source)
+    assert (await validators.checked(schema, b'{"n":1}')).problems == []
+    (tmp_path / "pack" / "deep.py").write_text("MOST = 2\n")
+    assert (await with_class(source, OutputSchema(""))).code != schema.code
+    other = Validators(lambda: None)
+    with pytest.raises(ValidatorFailed, match="has changed since the job began"):
+        await other.checked(schema, b'{"n":2}')
+    await other.close()
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("Revue", "did you mean 'Review'"), ("number", "is no class"), ("Review.text", "is no class")],

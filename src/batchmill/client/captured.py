@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput, TooLarge
 from batchmill.wire.bundles import BYTES_MAX, FILES_MAX
+from batchmill.wire.imported_files import reach, root_of
 
 INFERLESS_CLASS = "InferlessPythonModel"
 COMPANIONS = ("input_schema.py", "input.json", "output.json")  # of an Inferless class, beside its file
@@ -82,18 +83,16 @@ def collect(source: str, cwd: Path) -> Collected:
 def _from_file(path: Path, attribute: str, source: str, cwd: Path) -> Collected:
     """The file, and of the folder that its imports begin at whatever they reach. Places are kept below `cwd`."""
     path, cwd = path.resolve(), cwd.resolve()
-    root = path.parent
-    while (root / "__init__.py").is_file():
-        root = root.parent
+    root = root_of(path)
     base = cwd if root.is_relative_to(cwd) else root
     place = str(path.relative_to(base))
     files: dict[str, Path | bytes] = {}
-    _reach(base, root, path, files)
+    reach(base, root, path, files)
     if attribute.split(".")[0] == INFERLESS_CLASS:
         beside = (path.parent / name for name in COMPANIONS)
         for companion in beside:
             if companion.is_file():
-                _reach(base, root, companion, files)
+                reach(base, root, companion, files)
     return Collected(f"{place}:{attribute}", source, files, base=base)
 
 
@@ -108,59 +107,6 @@ def _from_module(source: str, cwd: Path) -> Collected:
         f"there is no module {module} below {cwd} (nor in src there): go to the folder that its name begins at",
         code="unknown_function",
     )
-
-
-def _reach(base: Path, root: Path, path: Path, files: dict[str, Path | bytes]) -> None:
-    """Take a file along, and every module below `root` that it imports, at their places below `base`."""
-    waiting = [path]
-    while waiting:
-        found = waiting.pop()
-        place = str(found.relative_to(base))
-        if place in files:
-            continue
-        files[place] = found
-        if found.suffix == ".py":
-            waiting += _imported(root, found)
-        package = found.parent
-        while package != root and package.is_relative_to(root):
-            if (package / "__init__.py").is_file():
-                waiting.append(package / "__init__.py")
-            package = package.parent
-
-
-def _imported(root: Path, path: Path) -> list[Path]:
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError, RecursionError):
-        return []  # loading it says what is wrong
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read: {error.strerror}", code="unreadable_file") from None
-    found: list[Path] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                found += _modules((root, path.parent), alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            bases: Iterable[Path] = (root, path.parent)
-            if node.level:
-                bases = (path.parents[node.level - 1],)
-            parts = node.module.split(".") if node.module else []
-            found += _modules(bases, parts)
-            for alias in node.names:
-                found += _modules(bases, [*parts, alias.name])
-    return [each for each in found if each.is_relative_to(root)]
-
-
-def _modules(bases: Iterable[Path], parts: list[str]) -> list[Path]:
-    """The files of a module and of the packages around it, in the first folder that has it."""
-    for base in bases:
-        found = []
-        for upto in range(1, len(parts) + 1):
-            place = base.joinpath(*parts[:upto])
-            found += [each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()]
-        if found:
-            return found
-    return []
 
 
 def from_folder(folder: Path, target: str, source: str) -> Collected:

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.wire.imported_files import reach, root_of
 
 
 class FunctionSource(Struct, frozen=True):
@@ -73,6 +74,33 @@ def digest(source: str) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ModelFailed(f"the function {source} cannot be read: {error.strerror}: {path}") from None
+
+
+def digest_with_imports(source: str) -> str:
+    """As `digest`, of the file and of those that it imports from beside it. An installed module is its file alone.
+
+    Raises: ModelFailed.
+    """
+    path = file_of(parse(source)).resolve()
+    files: dict[str, Path | bytes] = {}
+    if "site-packages" not in path.parts and path.is_file():
+        root = root_of(path)
+        try:
+            reach(root, root, path, files)
+        except InvalidInput as error:
+            raise ModelFailed(f"the code of {source} cannot be read: {error.message}") from None
+    if len(files) < 2:
+        return digest(source)
+    total = hashlib.sha256()
+    for place, found in sorted(files.items()):
+        assert isinstance(found, Path)
+        try:
+            total.update(
+                f"{place}\0{hashlib.sha256(found.read_bytes()).hexdigest()}\n".encode(errors="surrogateescape")
+            )
+        except OSError as error:
+            raise ModelFailed(f"the code of {source} cannot be read: {error.strerror}: {found}") from None
+    return total.hexdigest()
 
 
 def file_of(source: FunctionSource) -> Path:

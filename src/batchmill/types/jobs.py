@@ -227,7 +227,7 @@ class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  # of the columns that its fields become
     # FILE.py:NAME of the class that an answer must also fit; its code runs in a process of its own.
     validator: str = ""
-    code: str = ""  # sha256 of that file; of a deployed class, of all its code and its environment
+    code: str = ""  # sha256 of that file and its imports; of a deployed class, of all its code and its environment
     version: SchemaVersion | None = None  # of a deployed class; None: the file is that of the user of this machine
 
 

@@ -33,7 +33,7 @@ async def with_class(source: str, schema: OutputSchema) -> OutputSchema:
     Raises: InvalidInput.
     """
     try:
-        code = await asyncio.to_thread(functions.digest, source)
+        code = await asyncio.to_thread(functions.digest_with_imports, source)
         process, loaded = await ValidatorProcess.start(LoadOrder(source, code))
     except (ModelFailed, ValidatorFailed) as error:
         raise InvalidInput(f"the schema {source}: {error.message}", code="invalid_schema") from None

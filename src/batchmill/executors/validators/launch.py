@@ -28,8 +28,8 @@ def command_of(order: LoadOrder, sandbox: Isolation | None) -> LaunchCommand:
     """Blocks. Raises: ModelFailed for code that has changed, is gone, or cannot be isolated."""
     if order.folder:
         return _deployed(order, sandbox)
-    if order.code and functions.digest(order.source) != order.code:
-        raise ModelFailed(f"the file of {order.source} has changed since the job began: run it as a new job")
+    if order.code and functions.digest_with_imports(order.source) != order.code:
+        raise ModelFailed(f"the code of {order.source} has changed since the job began: run it as a new job")
     words = [sys.executable, str(PROGRAM), "validate", str(os.getpid())]
     return LaunchCommand(words, _environ(PYTHON), None)
 

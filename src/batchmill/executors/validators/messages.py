@@ -20,7 +20,8 @@ class LoadOrder(Struct, frozen=True):
 
     Args:
         source: FILE.py:NAME; in `folder`, if there is one.
-        code: the sha256 of the file; empty: as it is. Of a deployed version, that of all its code.
+        code: the sha256 of the file, with those that it imports from beside it; empty: as it is. Of a deployed
+            version, that of all its code.
         folder: of a deployed version; empty: the file is used where it lies.
         python: the interpreter of a deployed version; None: batchmill's own.
     """
