@@ -190,3 +190,22 @@ def test_a_message_that_cannot_have_a_schema(body):
         with_schema(MESSAGES, body, LABEL)
     with pytest.raises(InvalidRow, match="object"):
         with_schema(MESSAGES, {}, OutputSchema('{"type":"integer"}'))
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ("no", "it is plain text"),
+        ("Sorry, I cannot", "it is plain text"),
+        ('{"label": "x', "it ends too early"),
+        ('{"label": NaN}', "invalid character (byte 10)"),
+        ("[1] and more", "trailing characters (byte 5)"),
+    ],
+)
+def test_an_answer_that_is_no_json_is_told_what_it_is(answer, problem):
+    """In words for people and models, not in those of a parser."""
+    with pytest.raises(ValueError) as caught:
+        read_json(answer)
+    assert str(caught.value) == f"it is not JSON: {problem}"

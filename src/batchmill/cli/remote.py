@@ -306,7 +306,8 @@ def _check_output(order: JobOrder) -> None:
     for path in (output,) if order.together else (output, errors_path(output)):
         if path.exists() and not (order.overwrite or order.update):
             raise InvalidInput(
-                f"{path} exists and is not this job's: choose another output, or overwrite it with --overwrite",
+                f"{path} exists and is not this job's: choose another output, or replace it: --update takes over what "
+                "earlier jobs have answered and runs what is new, --overwrite runs all",
                 code="output_exists",
             )
         if any(os.path.realpath(path) == os.path.realpath(each) for each in order.dataset.paths):

@@ -25,6 +25,8 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 SCHEMA_URLS = (CHAT, RESPONSES, MESSAGES)
 SCHEMA_ATTEMPTS_MAX = 10
 FENCE = re.compile(r"```[A-Za-z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+JSON_BEGINS = (b"{", b"[", b'"', b"-", *(b"%d" % digit for digit in range(10)))
+TRUNCATED = "Input data was truncated"  # msgspec's word for a text that ends before its value does
 PROBLEMS_BYTES_MAX = 1_500  # of problems that a model is told; a budget reserves a token for each
 WORDS_BYTES_MAX = PROBLEMS_BYTES_MAX + 200  # of all that it is told about an answer
 
@@ -264,9 +266,20 @@ def _decoded(text: str) -> Any:
     try:
         value = decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {_problem(data, error)}") from None
     # A name that is used twice is decoded once, and an escaped quote is encoded otherwise: most texts have neither.
     is_plain = b"u0022" not in data and encode(value).count(b'"') == data.count(b'"')
     if not is_plain and (odd := oddity(data)) is not None:
         raise ValueError(odd)
     return value
+
+
+def _problem(data: bytes, error: Exception) -> str:
+    """What is wrong with an answer, for people and for the model that it goes back to."""
+    data = data.strip()
+    if not data:
+        return "it is empty"
+    if not data.startswith(JSON_BEGINS):
+        return "it is plain text"
+    text = str(error)
+    return "it ends too early" if text == TRUNCATED else text.removeprefix("JSON is malformed: ")
