@@ -20,13 +20,16 @@ def test_rows_go_to_the_model_that_their_cell_names(tmp_path, monkeypatch):
         (tmp_path / "batchmill.toml").write_text(entry.format("one", service.url) + entry.format("two", service.url))
         flags = ("--model", "one", "--model", "two", "--prompt", "{q}", "--model-column", "which", "-o", "out.csv")
         result = CliRunner().invoke(cli, ["run", "in.csv", *flags, "--data-dir", "data"], obj=Session())
-        (tmp_path / "wrong.csv").write_text("q,which,lora\na,three,\nb,,x\n")
+        (tmp_path / "wrong.csv").write_text("q,which,lora\na,three,\nb,,x\nc,,two\n")
         flags = (*flags[:-2], "--adapter-column", "lora", "--data-dir", "data")
         wrong = CliRunner().invoke(cli, ["validate", "wrong.csv", *flags], obj=Session())
     assert result.exit_code == 0, result.output
     assert wrong.exit_code == 2
-    for number, column, cell in ((1, "which", "three"), (2, "lora", "x")):
-        text = f"wrong.csv:{number}: unknown_model: the column '{column}' names '{cell}'; this job has one, s-one, "
-        assert text in wrong.output, wrong.output
+    for text in (
+        "1: unknown_model: the column 'which' names 'three'; this job has one, s-one, ",
+        "2: unknown_model: the column 'lora' names 'x'; this job has no adapters",
+        "3: wrong_adapter: the column 'lora' names 'two', which is a model and no adapter; this job has no adapters",
+    ):
+        assert f"wrong.csv:{text}" in wrong.output, wrong.output
     with (tmp_path / "out.csv").open() as file:
         assert [row["output"] for row in csv.DictReader(file)] == ["s-two", "s-one", "s-one", "s-two"]

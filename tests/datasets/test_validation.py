@@ -245,7 +245,7 @@ def test_columns_name_models_and_adapters(write, sealed):
     lines = [json.dumps({"q": "a", "model": name, "lora": adapter}).encode() for name, adapter in cells]
     form = TableForm(prompt="{q}", model_column="model", adapter_column="lora", url="/v1/completions")
     models = {
-        "targets": {"m": (0, 0), "base": (0, 0), "upper": (0, 1), "other": (1, 2), "chat": (1, 3)},
+        "targets": {"m": (0, 0), "base": (0, 0), "upper": (0, 1), "other": (1, 2), "chat": (1, 3)}, "bases": [0, 3],
         "urls": [frozenset(URLS), frozenset(["/v1/chat/completions"])], "keys": True,
     }  # fmt: skip
     report = sealed(write(lines), form=form, **models)
@@ -256,6 +256,11 @@ def test_columns_name_models_and_adapters(write, sealed):
     (wrong,) = sealed(write(lines[:5] + lines[7:]), form=form, **models).problems
     assert (wrong.row, wrong.code) == (5, "wrong_adapter")
     assert wrong.message == "'other' is no adapter of 'm', which the row names as its model"
+    named = [json.dumps({"q": "a", "model": "", "lora": name}).encode() for name in ("upper", "chat", "base", "")]
+    problems = sealed(write(named), form=form, **models).problems
+    assert [(problem.row, problem.code) for problem in problems] == [(1, "wrong_adapter"), (2, "wrong_adapter")]
+    text = "the column 'lora' names 'chat', which is a model and no adapter; this job has other, upper"
+    assert problems[0].message == text
 
 
 def test_a_column_of_models_that_is_missing(write, sealed):

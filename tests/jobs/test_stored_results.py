@@ -1,12 +1,14 @@
 """Results that stay with their job: what they may be, and that their name leads nowhere else."""
 
+from pathlib import Path
+
 import pytest
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake import orders
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results import publishing
-from batchmill.jobs.results.results import STORED, output_kind, stored_name
+from batchmill.jobs.results.results import STORED, check_output, output_kind, stored_name
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 OPENAI = '{"custom_id": "a", "method": "POST", "url": "/x", "body": {}}\n'
@@ -48,3 +50,19 @@ def test_openai_rows_stay_lines(order):
     with pytest.raises(InvalidInput):
         orders.describe(order("csv", "r.jsonl"), 1.0)
     assert orders.describe(order("jsonl", "r.jsonl"), 1.0).output_format == "jsonl"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder that root cannot write to")
+def test_outputs_that_cannot_be_written(tmp_path):
+    """Neither in a place without files of users, nor under a name that is too long with its ending: both are refused by
+    name before anything runs, and nothing is left behind where one can be written."""
+    longest = tmp_path / ("x" * (255 - len(".part") - len(".csv")) + ".csv")
+    for path in (Path("/proc/x.csv"), Path("/proc/self/x.csv"), longest.with_name("x" + longest.name)):
+        with pytest.raises(InvalidInput, match=f"folder '{path.parent}' of the output cannot be written: ") as refused:
+            check_output(str(path), "csv")
+        assert refused.value.code == "invalid_output"
+    with pytest.raises(InvalidInput, match="folder '/proc' of the output cannot be written: "):
+        check_output("/proc/parts/", "csv", "csv")
+    check_output(str(longest), "csv")
+    check_output(f"{tmp_path}/parts/", "csv", "csv")
+    assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     dataset: DatasetSpec
     form: Form | None = None  # None: OpenAI rows, or a table whose columns are a function's arguments
     targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
+    bases: list[int] = []  # second numbers of targets that are models without an adapter
     patterns: list[tuple[str, int, int]] = []  # of adapters that are not fetched yet, and the target of their base
     default: tuple[int, int] | None = (0, 0)  # for rows without a model; None: each OpenAI row must name one
     any_model: bool = False  # rows with an unknown model use the default

@@ -174,7 +174,7 @@ class OpenAIRules:
     has_ids = True
 
     def __init__(self, order: SealOrder) -> None:
-        self._targets = order.targets
+        self._targets, self._bases = order.targets, frozenset(order.bases)
         self._default = order.default
         self._urls = order.urls
         self._services = order.services
@@ -283,10 +283,23 @@ class OpenAIRules:
             raise InvalidRow(f"body.model is {quoted(name)}; this job has {self.names}", code=UNKNOWN_MODEL)
         return route
 
+    def is_adapter(self, name: str) -> bool:
+        """Whether a name that `resolve` knows is an adapter's."""
+        target = self._targets.get(name)
+        return target is None or target[1] not in self._bases
+
     @cached_property
     def names(self) -> str:
         """The models and adapters that rows may name."""
-        names = sorted(self._targets)
+        return self._shown(sorted(self._targets))
+
+    @cached_property
+    def adapter_names(self) -> str:
+        """The adapters that rows may name."""
+        names = sorted(filter(self.is_adapter, self._targets))
+        return self._shown(names) if names or self._patterns else "no adapters"
+
+    def _shown(self, names: list[str]) -> str:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         patterns = f", and adapters like {', '.join(self._patterns[:NAMES_SHOWN])}" if self._patterns else ""
         return ", ".join(names[:NAMES_SHOWN]) + more + patterns
@@ -354,14 +367,23 @@ class TableRules:
                 self._resolver.resolve(cell)
             except InvalidRow:
                 known = self._resolver.names
+                if column == self._form.adapter_column:
+                    known = self._resolver.adapter_names
                 return InvalidRow(
                     f"the column {quoted(column)} names {quoted(cell)}; this job has {known}", code=UNKNOWN_MODEL
                 )
         return error
 
     def _check_adapter(self, line: bytes, model: int) -> None:
-        """Raises: InvalidRow for an adapter, which is of `model`, in a row that names another model."""
+        """Raises: InvalidRow for an adapter of `model` in a row that names another model; for one that is a model."""
         cells = {name: text_of(value) for name, value in split_object(line).items()}
+        column = self._form.adapter_column
+        if column is not None and cells[column] and not self._resolver.is_adapter(cells[column]):
+            raise InvalidRow(
+                f"the column {quoted(column)} names {quoted(cells[column])}, which is a model and no adapter; this job "
+                f"has {self._resolver.adapter_names}",
+                code="wrong_adapter",
+            )
         match self._form.target_names(cells):
             case [adapter, base] if self._resolver.resolve(base)[0] != model:
                 raise InvalidRow(

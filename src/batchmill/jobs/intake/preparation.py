@@ -215,6 +215,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         dataset=spec.dataset,
         form=spec.form if spec.form.schema is not None or _has_prompt(spec) else None,
         targets=names,
+        bases=[known[number, None] for number in range(len(spec.models))],
         patterns=[
             (pattern, number, known[number, None])
             for number, model in enumerate(spec.models)

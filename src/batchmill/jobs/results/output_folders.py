@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -309,8 +310,24 @@ def check_folder(output: str) -> None:
     existing = folder if folder.exists() else folder.parent
     if not existing.is_dir():
         raise InvalidInput(f"the folder {str(existing)!r} of the output is not there: make it", code="invalid_output")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InvalidInput(f"the folder {str(existing)!r} of the output cannot be written", code="invalid_output")
+    check_writable(existing)
+
+
+def check_writable(folder: Path, name_bytes: int = 0) -> None:
+    """Whether a file with a name of so many bytes can be made in a folder: by making one that has another name, because
+    permissions do not tell of /proc, read-only mounts and the like. Raises: InvalidInput.
+    """
+    probe = folder / (f".{uuid.uuid4().hex}".ljust(name_bytes, "x") + ".part")  # as results are before they are whole
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        probe.unlink()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # there may be room when results are written
+        raise InvalidInput(
+            f"the folder {str(folder)!r} of the output cannot be written: {error.strerror}; choose another output",
+            code="invalid_output",
+        ) from None
 
 
 def decode_manifest(data: bytes, output: str) -> PartManifest:

@@ -17,7 +17,7 @@ from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.ledger.plan import Plan
-from batchmill.jobs.results.output_folders import check_folder
+from batchmill.jobs.results.output_folders import check_folder, check_writable
 from batchmill.object_store.urls import is_object_url, parse_url
 from batchmill.types import RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.forms import Form
@@ -189,8 +189,8 @@ def check_output(path: str, format: str, output_format: str = "jsonl") -> None:
         raise InvalidInput(
             f"the folder {str(output.parent)!r} of the output is not there: make it", code="invalid_output"
         )
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
+    names = [output.name, *([errors_path(output).name] if format == "openai" else [])]
+    check_writable(output.parent, max(len(os.fsencode(name)) for name in names))
 
 
 def errors_path(output: Path) -> Path:
