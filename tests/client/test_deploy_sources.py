@@ -1,6 +1,7 @@
 """What code a deployment takes along: files with their imports, folders, repositories, functions of a notebook."""
 
 import subprocess
+import sys
 
 import pytest
 
@@ -136,6 +137,35 @@ def test_a_scripts_function_travels_with_what_it_names(monkeypatch):
     scope = {}
     exec(found.files["source.py"].decode(), scope)
     assert scope["main"](2) == 6 and "pytest" not in scope
+
+
+NOTEBOOK = """
+{head}
+import msgspec
+from batchmill.client.captured import capture
+
+class Node(msgspec.Struct):
+    label: str
+    child: {child} = None
+
+print(capture(Node).files["source.py"].decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "child"), [("from __future__ import annotations", "Node | None"), ("", '"Node | None"')]
+)
+def test_a_class_that_names_itself(head, child, tmp_path):
+    """It is written down as it was defined: with annotations that are text, or are evaluated as it is made."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.format(head=head, child=child))
+    done = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("from __future__") == bool(head)
+    (tmp_path / "source.py").write_text(done.stdout)
+    check = (
+        'import msgspec, source\nprint(msgspec.json.decode(b\'{"label":"a","child":{"label":"b"}}\', type=source.Node))'
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "child=Node(label='b'" in done.stdout
 
 
 def test_a_lambda_becomes_a_def():

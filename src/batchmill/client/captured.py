@@ -196,10 +196,12 @@ class _Capture:
         self._definitions: list[str] = []
         self._known: dict[str, Any] = {}
         self._files: dict[str, Path | bytes] = {}
+        self._defers = False  # annotations are not evaluated when the file runs
 
     def made(self, target: FunctionType | type) -> Collected:
         name = self._define(target, "")
-        parts = ["\n".join(self._imports), "\n".join(self._constants), *self._definitions]
+        future = ["from __future__ import annotations"] if self._defers else []
+        parts = ["\n".join([*future, *self._imports]), "\n".join(self._constants), *self._definitions]
         text = "\n\n\n".join(part for part in parts if part) + "\n"
         self._files[FILE] = text.encode()
         return Collected(f"{FILE}:{name}", f"{name} of {target.__module__}", self._files)
@@ -217,6 +219,7 @@ class _Capture:
         elif alias and alias != target.__name__:
             tree.name = alias
         self._known[name] = target
+        self._defers = self._defers or _defers(target, tree)
         scope = target.__globals__ if isinstance(target, FunctionType) else vars(sys.modules[target.__module__])
         for used in _names_in(tree):
             if used in scope and used != name:
@@ -330,6 +333,18 @@ def _is_constant(value: Any) -> bool:
 def is_installed(path: Path) -> bool:
     places = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
     return "site-packages" in path.parts or any(path.is_relative_to(place) for place in places)
+
+
+def _defers(target: FunctionType | type, tree: ast.AST) -> bool:
+    """Whether a class was defined where annotations are text: then it may name itself, or what comes later."""
+    if not isinstance(target, type) or not isinstance(tree, ast.ClassDef):
+        return False
+    kept = target.__dict__.get("__annotations__", {})
+    return any(
+        isinstance(kept.get(node.target.id), str) and not isinstance(node.annotation, ast.Constant)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
 
 
 def _named(target: Any) -> str:
