@@ -187,6 +187,8 @@ def test_what_cannot_run_is_refused(data_dir: str):
     """Before anything runs, with the value; nothing stays of it."""
     for keywords, message in (
         ({"model": SIZE, "promt": "x"}, "did you mean 'prompt'"),
+        ({"model": SIZE, "in_flight": 3}, "did you mean 'in_flight_max'"),
+        ({"model": SIZE, "timeout": 3}, "attempt_timeout_s"),
         ({"model": SIZE, "prompt": "{text}"}, "needless|language models"),
         ({}, "name a model"),
         ({"model": 7}, "a name or a function, not a int"),

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict, TypeGuard, TypeVar, cast
 
@@ -101,10 +101,15 @@ def _refuse_rows(source: object, *, may_be_many: bool) -> None:
     )
 
 
-def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, may_have_code: bool = False) -> W:
+def described(
+    kind: type[W], files: list[str], options: Mapping[str, Any], *, may_have_code: bool = False,
+    others: Collection[str] = (),
+) -> W:  # fmt: skip
     """A job order with these fields; `model` is short for `models` with one name.
 
-    Args: may_have_code: the class of the schema may validate in Python, and its code is deployed before it is sent.
+    Args:
+        may_have_code: the class of the schema may validate in Python, and its code is deployed before it is sent.
+        others: names that the caller may give too and has taken out, for the message about an unknown one.
 
     Raises: InvalidInput.
     """
@@ -128,8 +133,8 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any], *, ma
     known = [each.name for each in fields(kind) if each.name != "files"]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, "model"], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            near = difflib.get_close_matches(name, [*known, *others, "model"], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known, *others])}"
             raise InvalidInput(f"there is no field {name!r}; {hint}", code="unknown_field")
     try:
         return msgspec.convert({**given, "files": files}, kind)

@@ -31,6 +31,7 @@ from batchmill.wire.sampling import sample_of
 Model = str | Callable[..., Any] | type
 FLAGS = {each.name for each in fields(ModelFlags)}
 MODELS = ("model", "models")
+SWITCHES = ("restart", "copy")
 
 
 class RunOptions(RowOptions, HowOptions, total=False):
@@ -74,7 +75,7 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     models = _models(given)
     try:
         flags = msgspec.convert({name: given.pop(name) for name in FLAGS & given.keys()}, ModelFlags)
-        switches = {name: msgspec.convert(given.pop(name), bool) for name in ("restart", "copy") if name in given}
+        switches = {name: msgspec.convert(given.pop(name), bool) for name in SWITCHES if name in given}
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
     if "output" in given and given["output"] is not None:
@@ -83,7 +84,7 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     if isinstance(source := given.get("schema"), type):
         given["schema"] = schema_of(source)
         validator = source if has_validators(source) else None
-    job = described(NewJob, ["checked"], given)
+    job = described(NewJob, ["checked"], given, others=sorted({*FLAGS, *SWITCHES, "executor"}))
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
     return Keywords(job, models, flags, validator, **switches)
