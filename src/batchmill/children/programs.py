@@ -23,8 +23,8 @@ from batchmill.ports import Clock
 
 PLACES = max(2, min(4, os.cpu_count() or 2))  # children at work at once
 WAITING_MAX = 1000  # pieces of one project that wait
-PATIENCE_S = 10.0  # of a piece of work that somebody waits for
-HALF_LIFE_S = 60.0  # of what is remembered of the time that somebody took
+PATIENCE_S = 10.0  # of a piece of work that a caller waits for
+HALF_LIFE_S = 60.0  # of what is remembered of the time that a caller took
 HEAVY_S = 1.0  # who took more than this shares all places but one with others like him
 WASTED_MAX_S = 10.0  # of what was stopped; beyond it a project's programs have a part of their time
 CUT = 0.1

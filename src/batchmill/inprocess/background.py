@@ -35,7 +35,7 @@ class OpenDirectory:
         self._holding = loop.create_task(self._hold(config))
 
     async def _hold(self, config: Config) -> None:
-        """Open and close in one task, whoever comes first and leaves last."""
+        """Open and close in one task, whichever caller comes first and leaves last."""
         async with self.app.open_jobs(config) as jobs:
             self._jobs.set_result(jobs)
             await self._released.wait()

@@ -109,7 +109,7 @@ class _Digest:
 
 
 def _is_written(name: str) -> bool:
-    """Whether a member of a class is there because somebody wrote it."""
+    """Whether a member of a class is there because a person wrote it."""
     is_made = name in _OWN or name in _MADE
     return not is_made and (not name.startswith(_PYDANTIC) or name == _PYDANTIC_FIELDS)
 

@@ -121,7 +121,7 @@ class Retention:
         return is_there or await self._stored.holds(Path(record["output"]))
 
     def _kept_s(self, record: sa.RowMapping, *, is_there: bool) -> float:
-        """How long the segments of a job stay: a retry needs them, and whoever has lost its results. Of a job whose
+        """How long the segments of a job stay: a retry needs them, and a user who has lost its results. Of a job whose
         results were never written they are all that there is."""
         may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
         if not is_there and record["state"] != JobState.COMPLETED:

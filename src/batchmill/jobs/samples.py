@@ -1,7 +1,7 @@
 """Jobs that pause after a sample of their rows: the order that goes on with one, and what happens to its output.
 
-A sample at rest holds no output: another prompt is tried with the same command line. So whoever goes on looks again
-whether the output is still free.
+A sample at rest holds no output: another prompt is tried with the same command line. So an order that goes on looks
+again whether the output is still free.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def get(objects: Objects, prefix: str, path: Path, work: Path) -> None:
 
 
 def _read_manifest(objects: Objects, prefix: str) -> Manifest:
-    """Raises: StorageFailed for one that no `put` has written: whoever can write to the store must not write here."""
+    """Raises: StorageFailed for one that no `put` has written: who can write to the store must not write here."""
     try:
         manifest = msgspec.msgpack.decode(objects.get(prefix + MANIFEST), type=Manifest)
     except msgspec.DecodeError as error:

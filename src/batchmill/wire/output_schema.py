@@ -27,8 +27,8 @@ SCHEMA_ATTEMPTS_MAX = 10
 FENCE = re.compile(r"```[A-Za-z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
 JSON_BEGINS = (b"{", b"[", b'"', b"-", *(b"%d" % digit for digit in range(10)))
 TRUNCATED = "Input data was truncated"  # msgspec's word for a text that ends before its value does
-PROBLEMS_BYTES_MAX = 1_500  # of problems that a model is told; a budget reserves a token for each
-WORDS_BYTES_MAX = PROBLEMS_BYTES_MAX + 200  # of all that it is told about an answer
+PROBLEMS_BYTES_MAX = 1_500  # of problems that a model reads; a budget reserves a token for each
+WORDS_BYTES_MAX = PROBLEMS_BYTES_MAX + 200  # of all that it reads about an answer
 
 _TYPES = {
     "str": "string", "string": "string", "text": "string", "int": "integer", "integer": "integer", "float": "number",
@@ -201,7 +201,7 @@ def _values(named: Any) -> list[Any]:
 
 
 def words_of(answer: EarlierAnswer) -> str:
-    """What the model is told about an answer that does not fit."""
+    """What the model reads about an answer that does not fit."""
     problems = "\n".join(f"- {problem}" for problem in answer.problems).encode(errors="replace")
     listed = problems[:PROBLEMS_BYTES_MAX].decode(errors="ignore")
     return (

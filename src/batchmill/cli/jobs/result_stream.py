@@ -17,8 +17,8 @@ POLL_S = 0.1
 class ResultTail:
     """Copies the whole lines of a result file that another task or process writes.
 
-    The file has a temporary name until it is complete, and is written anew, with the same bytes, by whoever takes its
-    job over. A reader that is slow slows nothing but this copy.
+    The file has a temporary name until it is complete, and is written anew, with the same bytes, by the process that
+    takes its job over. A reader that is slow slows nothing but this copy.
 
     Args: write: takes some lines; it may block.
     """

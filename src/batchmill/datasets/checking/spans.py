@@ -275,7 +275,7 @@ class SpanReader:
                 try:
                     found = _decoded(self._get(name_of(checked.prefix, number)), piece)[at - first]
                 except BatchmillError:
-                    return  # whoever reads it next says so
+                    return  # the next process that reads it says so
                 inspector = Inspector(self._order)
                 try:
                     chunks, end = _inspect(inspector, span[at])

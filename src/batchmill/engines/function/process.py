@@ -53,7 +53,7 @@ class ProcessFault(Struct, frozen=True):
 
     code: str  # CRASHED, HUNG, MEMORY_LIMIT, GPU_LOST
     message: str
-    caused_by: int = NOBODY  # the request whose exception the message ends with: it is nobody else's to read
+    caused_by: int = NOBODY  # the request whose exception the message ends with: no other caller may read it
     exception: str = ""
 
     def told_to(self, id_: int) -> ProcessFault:
@@ -114,7 +114,7 @@ class ProcessWork:
     def __init__(self, id_: int, parsed: ParsedCalls, *, is_exact: bool = False) -> None:
         self.id, self.parsed, self.is_exact = id_, parsed, is_exact
         self.origin: Origin = ()  # (): unknown
-        self.deadline = math.inf  # monotonic: somebody waits so long
+        self.deadline = math.inf  # monotonic: a caller waits so long
         self.is_sent = False
         self.slot = NO_SLOT  # where the process that has it notes that it has begun, if it has a deadline
         self.strikes = 0  # unexplained deaths of processes that had it

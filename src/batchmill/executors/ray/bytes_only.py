@@ -21,7 +21,7 @@ LOST = frozenset({"NODE_DIED", "LOCAL_RAYLET_DIED", "OWNER_DIED", "ACTOR_UNAVAIL
 NODE_DIED = ActorDiedErrorContext.NODE_DIED
 WHY_CHARS = 1000
 RESULT_BYTES_MAX = 256 * 1024 * 1024  # of a result without a limit: more than any that batchmill's own code returns
-_limits: dict[bytes, int] = {}  # id of a result that somebody waits for -> its bytes at most
+_limits: dict[bytes, int] = {}  # id of a result that a caller waits for -> its bytes at most
 
 
 class ActorFailed(RayError):

@@ -11,7 +11,8 @@ from batchmill.types.cluster import Check, ClusterNode
 
 CLOCK_S_MAX = 2.0  # between a node and the owner's machine
 OPEN_CLUSTER = (
-    "the cluster takes whoever reaches it: it demands no token or has no TLS, so no secret is sent to a worker there. "
+    "the cluster takes everyone who reaches it: it demands no token or has no TLS, so no secret is sent to a worker "
+    "there. "
     "Set RAY_AUTH_MODE=token and RAY_USE_TLS=1 on every node and here, or say `trusted_network = true` in [cluster] "
     "if nobody else reaches its network"
 )

@@ -231,7 +231,7 @@ def _locked(lock: Path) -> Iterator[bool]:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file still has its name: whoever removed it had the lock then."""
+    """Whether an open file still has its name: the process that removed it had the lock then."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

@@ -22,7 +22,7 @@ def lead_session() -> None:
     Raises: OSError.
     """
     if os.getsid(0) != os.getpid():
-        if os.getpgid(0) == os.getpid():  # Ray makes each worker the leader of a process group, if it is told to
+        if os.getpgid(0) == os.getpid():  # Ray makes each worker the leader of a process group, if that is set
             _leave_group()
         os.setsid()
     ours, _ = os.pipe()  # this process holds the other end until it ends

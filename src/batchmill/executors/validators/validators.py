@@ -107,7 +107,7 @@ class ValidatorProcess:
             raise
 
     async def check(self, texts: Sequence[bytes], tell: Callable[[Checked], None]) -> None:
-        """Check answers in order, and tell of each. Raises: _Died, once those before were told."""
+        """Check answers in order, and report each. Raises: _Died, once those before were reported."""
         told = 0
         message = check_frame(texts)
         while told < len(texts):
@@ -332,7 +332,7 @@ class Validators:
         return any(each.waits_for(job) for each in self._classes.values())
 
     def withdraw(self, job: str) -> None:
-        """Check no more answers of a job: each is told None."""
+        """Check no more answers of a job: each gets None."""
         for each in list(self._classes.values()):
             each.withdraw(job)
 
@@ -351,7 +351,7 @@ class Validators:
             await asyncio.wait(works, timeout=FINISH_S)
 
     async def close(self) -> None:
-        """End all processes. What waits is told nothing."""
+        """End all processes. What waits gets no verdict."""
         for each in self._classes.values():
             await each.close()
         self._classes.clear()

@@ -27,7 +27,7 @@ class CoreTask:
     """
 
     def __init__(self, name: str, work: Coroutine[Any, Any, None], on_ended: Callable[[JobPaused], None]) -> None:
-        """Args: on_ended: called with the error for whoever waits, and for whoever comes later."""
+        """Args: on_ended: called with the error for callers that wait, and for those that come later."""
         self._name, self._on_ended = name, on_ended
         self.task = asyncio.create_task(work)
         self.task.add_done_callback(self._ended)

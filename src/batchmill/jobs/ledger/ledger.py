@@ -136,9 +136,9 @@ def settle(
 
 def _settled(remote: RemoteJob, remote_id: str | None, now: float) -> RemoteJob:
     if remote_id is None:
-        return msgspec.structs.replace(remote, state=FORGOTTEN, changed=now, message="somebody said that it never was")
+        return msgspec.structs.replace(remote, state=FORGOTTEN, changed=now, message="a person said that it never was")
     return msgspec.structs.replace(
-        remote, state=SUBMITTED, id=remote_id, submitted=now, changed=now, message="somebody said that it is this one"
+        remote, state=SUBMITTED, id=remote_id, submitted=now, changed=now, message="a person said that it is this one"
     )
 
 
@@ -178,7 +178,7 @@ class JobEnd(Protocol):
 class Verdict(StrEnum):
     COUNTED = "counted"
     REPEATED = "repeated"  # this very commit is in the ledger already: its acknowledgement was lost
-    STALE = "stale"  # somebody else holds the shard, or the job has ended
+    STALE = "stale"  # another worker holds the shard, or the job has ended
 
 
 _STATE = sa.select(jobs.c.state, jobs.c.rows_failed).where(jobs.c.id == sa.bindparam("job"))

@@ -241,7 +241,7 @@ def _choose(
             log.warning("nothing more is adopted of %s: %s", source.where(orphan.segment), error)
             continue
         if block_fault(block, shard, plan) is not None or misfits.has(block):
-            continue  # of another plan, or counted by whoever read these results after its worker
+            continue  # of another plan, or counted by a worker that read these results after its own
         done = pack_positions(block.positions(), shard.lo)
         mask = mask_of(done)
         if not mask & bitmap:  # else its rows were run again meanwhile

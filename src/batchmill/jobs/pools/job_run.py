@@ -276,7 +276,7 @@ class JobRun:
         return True
 
     def opening(self, model: int) -> Open:
-        """What a worker of a model is told of the job before its rows."""
+        """What a worker of a model gets of the job before its rows."""
         spec, files = self.spec, self.files
         return Open(
             spec.id, spec.identity, self._form, dataset=str(files.dataset), segments=files.segment_place,

@@ -4,8 +4,8 @@ A part is a range of rows. Its name carries the job and the attempt that wrote i
 `manifest.json` is written last; readers follow it. Loaded by every owner: it imports no store and no numpy.
 
 An attempt reads the manifest before it writes a part, and replaces only that one: of two attempts that run at the same
-time, the second to publish has lost. So whoever publishes may remove the parts that it saw before: those that wrote
-them can publish no more.
+time, the second to publish has lost. So the attempt that publishes may remove the parts that it saw before: the
+attempts that wrote them can publish no more.
 """
 
 from __future__ import annotations
