@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
+import sys
+import threading
 from collections.abc import AsyncIterator
+from types import ModuleType
 
 import pytest
 from fakes.databases import open_ledger
 from fakes.job_service import job_service
+from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
+from batchmill.jobs.ledger.plan import KEY_ORDER
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Once, Policy
 
 CODE = """
 import os, time
@@ -84,6 +91,47 @@ async def test_a_small_job_has_no_folder(opened, tmp_path):
     assert not list(service._scratch.home.glob("jobs/*"))
     await service.remove(view.id)
     assert list((tmp_path / "data" / "results").iterdir()) == []
+
+
+async def test_the_first_ordered_job_stops_no_other(opened, tmp_path, monkeypatch):
+    """What orders rows takes long to import: a thread does so before the event loop needs it. A job in the order of its
+    file needs it not."""
+    service, real, threads = await opened(), importlib.import_module, []
+
+    def import_module(name: str) -> ModuleType:
+        if name == KEY_ORDER and name not in sys.modules:
+            threads.append(threading.current_thread())
+        return real(name)
+
+    monkeypatch.delitem(sys.modules, KEY_ORDER, raising=False)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert (await run(service, order(tmp_path, "double", 3))).state == "completed"
+    assert KEY_ORDER not in sys.modules and threads == []
+    view = await run(service, order(tmp_path, "double", 3, dedupe=True))
+    assert (view.state, bodies(view.output)) == ("completed", [0, 2, 4])
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+async def test_a_cancelled_caller_waits_for_its_submission(opened, tmp_path):
+    """Its input is read until then, so whoever holds that does not let it go."""
+    service = await opened()
+    wanted = replace(order(tmp_path, "double", 3), once=Once("key:1", "f" * 64))
+    lock = service._active.lock("key:1")
+    await lock.__aenter__()
+    calling = asyncio.create_task(service.submit(wanted))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    calling.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not calling.done()
+    await lock.__aexit__(None, None, None)
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    submitted = await service.submit(wanted)
+    assert submitted.how == "repeated"
+    view = [view async for view in service.watch(submitted.id, 0.05)][-1]
+    assert bodies(view.output) == [0, 2, 4]
 
 
 async def test_the_most_rows_of_a_small_job(opened, tmp_path):

@@ -19,13 +19,13 @@ from batchmill.jobs.finishing import Finish, ended_fields, write_held
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder, prepare, reuses
+from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder, needs_keys, prepare, reuses
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.ledger.ledger import first_lease
-from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.plan import PlanReader, can_import_at_once, ordering
 from batchmill.jobs.ledger.records import NewJob
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
@@ -199,6 +199,8 @@ class RecordedJob:
         """
         assert target == PREPARE and not stores, "objects are no small jobs"
         if self._entry is not None:
+            if not can_import_at_once(keys=needs_keys(self.spec)):
+                await asyncio.to_thread(ordering, keys=True)
             return prepare(order, progress)
         return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
 

@@ -35,11 +35,17 @@ class Submissions:
         self._running: set[asyncio.Task[Submitted]] = set()
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled."""
+        """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled: the caller
+        waits for that, because it holds the files that are read meanwhile.
+        """
         task = asyncio.create_task(self._submit(settled(order, self._space.projects)))
         self._running.add(task)
         task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})
+            raise
 
     def _ended(self, task: asyncio.Task[Submitted]) -> None:
         self._running.discard(task)

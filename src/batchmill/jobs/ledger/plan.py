@@ -168,6 +168,11 @@ def ordering(keys: bool) -> Arrange:
     return importlib.import_module(KEY_ORDER).arrange if keys else arrange_in_file_order
 
 
+def can_import_at_once(*, keys: bool) -> bool:
+    """Whether `ordering` imports nothing that takes long: numpy takes 70 ms the first time."""
+    return not keys or KEY_ORDER in sys.modules
+
+
 def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: Cut | None = None) -> Plan:
     """Plan the sealed `dataset` into the folder `home`; the same input gives the same bytes.
 
