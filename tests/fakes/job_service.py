@@ -19,7 +19,7 @@ from batchmill.ports import Adapters, Clock, Executor
 from batchmill.store.disk_room import DiskQuota
 from batchmill.store.file_log import FileLog
 from batchmill.store.stored_files import LocalFiles
-from batchmill.types import ProjectQuotas
+from batchmill.types import JobView, ProjectQuotas
 
 
 def job_service(
@@ -39,3 +39,8 @@ def job_service(
         data_dir, DiskQuota(ledger.database, data_dir, quotas), LocalFiles(log), is_shared=is_shared, projects=projects
     )
     return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)
+
+
+async def end_of(service: JobService, job_id: str) -> JobView:
+    """A job that has ended, or is paused."""
+    return [view async for view in service.watch(job_id, 0.05)][-1]

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from fakes.batch_provider import BatchProvider
 from fakes.child_processes import children_of
+from fakes.job_service import end_of
 from fakes.openai_service import Answer, OpenAIService, refusal
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidTransition
-from batchmill.types import Amendment, DatasetSpec, JobOrder, JobView, Limits, ModelSpec, Policy, Price
+from batchmill.types import Amendment, DatasetSpec, JobOrder, Limits, ModelSpec, Policy, Price
 
 ROWS, TOKENS = 40, 50
 ROW_USD = 0.05  # for so many tokens
@@ -58,10 +59,6 @@ def order(folder, far: OpenAIService | BatchProvider, budget: float | None, *, w
     return JobOrder(
         DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"), policy=Policy(budget=budget)
     )
-
-
-async def end_of(jobs, job_id: str) -> JobView:
-    return [view async for view in jobs.watch(job_id, 0.05)][-1]
 
 
 async def test_a_budget_is_never_passed(folder, opened, service):

@@ -11,7 +11,7 @@ import pytest
 from fakes.answering_service import AnsweringService, choice
 from fakes.batch_provider import BatchProvider
 from fakes.databases import open_ledger
-from fakes.job_service import job_service
+from fakes.job_service import end_of, job_service
 from msgspec.structs import replace
 
 from batchmill.config import RetentionEntry
@@ -48,10 +48,6 @@ def order(folder: Path, model: AnsweringService, *names: str, **policy: object) 
         DatasetSpec([str(folder / "in.jsonl")], media_folder=""), [spec], prompt="?", policy=Policy(**policy),
         media=[MediaColumn("image", "img")],
     )  # fmt: skip
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 def outputs(view: JobView) -> list[bytes]:

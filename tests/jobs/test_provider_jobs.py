@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from fakes.batch_provider import BatchProvider
+from fakes.job_service import end_of
 from fakes.openai_service import OpenAIService
 
 from batchmill.errors import InvalidTransition, UnknownName
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Price
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Price
 
 ROWS, ROWS_MAX = 40, 10
 QUICK = {"poll_s": 0.01, "poll_max_s": 0.02, "rows_max": ROWS_MAX, "cancel_wait_s": 10}
@@ -49,10 +50,6 @@ def far(provider: BatchProvider, **more) -> ModelSpec:
 
 def order(folder, *models: ModelSpec, **more) -> JobOrder:
     return JobOrder(DatasetSpec([str(folder / "in.jsonl")]), list(models), output=str(folder / "out.jsonl"), **more)
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 async def seen(service: JobService, job_id: str, is_seen: Callable[[], bool]) -> None:

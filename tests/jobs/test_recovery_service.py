@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes.job_service import end_of
 
 from batchmill.errors import InvalidTransition, LedgerBroken
-from batchmill.jobs.service import JobService
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.segments.format import scan
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 ROWS = 60
 CODE = """
@@ -44,10 +44,6 @@ def order(folder: Path, function: str = "noted", policy: Policy | None = None) -
     model = ModelSpec(function, "function", f"{folder / 'app.py'}:{function}")
     dataset = DatasetSpec([str(folder / "in.jsonl")])
     return JobOrder(dataset, [model], output=str(folder / "out.jsonl"), policy=policy or Policy())
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 def damage(folder: Path, job_id: str, generation: int = 0) -> list[int]:

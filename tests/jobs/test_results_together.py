@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from fakes.job_service import end_of
 from finished_job import FinishedJob, quiet, write_requests
 from msgspec.structs import replace
 
@@ -105,10 +106,6 @@ def received(view: JobView) -> list[dict]:
     assert view.output is not None
     assert view.errors_output is None
     return [json.loads(line) for line in Path(view.output).read_text().splitlines()]
-
-
-async def end_of(service, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 async def test_a_job_of_all_kinds_of_rows(folder, opened):

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 from fakes.databases import open_ledger
-from fakes.job_service import job_service
+from fakes.job_service import end_of, job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import Conflict, InvalidInput, InvalidTransition, OverQuota, StorageFull, UnknownName
@@ -30,7 +30,6 @@ from batchmill.types import (
     DatasetSpec,
     JobOrder,
     JobQuery,
-    JobView,
     ModelSpec,
     Once,
     Policy,
@@ -79,10 +78,6 @@ def order(folder, *functions: str, path: str | None = None, **more) -> JobOrder:
     models = [ModelSpec(name, "function", f"{folder / 'app.py'}:{name}", allowed=[name]) for name in functions]
     fields = {"origin": FRONTEND, "default_model": False, **more}
     return JobOrder(DatasetSpec([path or str(folder / "in.jsonl")], format="openai"), models, **fields)
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 async def midway(service: JobService, asked: JobOrder) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.job_service import end_of
 
 from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 CODE = """
 import os, signal, time
@@ -45,10 +46,6 @@ def order(folder, function: str = "double", **more) -> JobOrder:
     model = ModelSpec(function, "function", f"{folder / 'app.py'}:{function}", workers=more.pop("workers", 1))
     output = more.pop("output", str(folder / "out.jsonl"))
     return JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=output, **more)
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 async def paused_midway(service: JobService, asked: JobOrder) -> str:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 from fakes.databases import open_ledger
-from fakes.job_service import job_service
+from fakes.job_service import end_of, job_service
 from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
@@ -30,7 +30,6 @@ from batchmill.types import (
     DatasetSpec,
     JobOrder,
     JobQuery,
-    JobView,
     ModelSpec,
     Once,
     Policy,
@@ -66,10 +65,6 @@ def order(folder, rows: int = 5, *, model: str = "double", once: Once | None = N
     return JobOrder(
         DatasetSpec([str(path)], format="openai"), [spec], origin={"frontend": "openai"}, default_model=False, once=once
     )
-
-
-async def end_of(service: JobService, job_id: str) -> JobView:
-    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 async def stored(service: JobService, query: sa.Select) -> list:
