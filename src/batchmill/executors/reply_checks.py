@@ -150,7 +150,11 @@ class ReplyChecks:
         """As `_verdict`; None of answers that were not validated when `stopping` is done."""
         together = f"{id(stopping)}"  # no id of a job, whose other answers wait for their own verdicts
         verdicts = asyncio.gather(*(self._verdict(each, together) for each in found))
-        await asyncio.wait((verdicts, stopping), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((verdicts, stopping), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            verdicts.cancel()
+            raise
         if not verdicts.done() and self._validators is not None:
             self._validators.withdraw(together)
         return await verdicts

@@ -14,7 +14,6 @@ from batchmill.ports import CheckingSink, LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError, Usage
 
 OVER_S = 10.0  # so long a cancelled job waits for answers that are being validated
-LOOK_S = 3600.0  # a pause ends this sleep
 
 
 class CollectedRows(Struct):
@@ -158,10 +157,10 @@ class Collector:
     async def _until_stopped(self) -> None:
         """Return when no more answers are to be validated: at a pause, or a while after the job has been cancelled."""
         while self._course.ending != PAUSE:
-            was_over = self._course.ending == OVER
-            await self._course.sleep(OVER_S if was_over else LOOK_S)
-            if was_over:
+            if self._course.ending == OVER:
+                await self._course.sleep(OVER_S)
                 return
+            await self._course.turned()
 
     async def recall(self, job: RemoteJob, wanted: set[int]) -> None:
         """Keep the answers again that an earlier worker read in this batch and that did not fit.

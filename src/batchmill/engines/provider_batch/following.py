@@ -70,6 +70,10 @@ class Course:
             sleeping.cancel()
             changing.cancel()
 
+    async def turned(self) -> None:
+        """Return when `ending` changes."""
+        await self._changed.wait()
+
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that may be repeated until the provider replies.
 
