@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fakes.databases import POSTGRESQL, SQLITE, databases
 from fakes.preloaded import PreloadedPopen
+from fakes.slow_files import SlowFiles
 from hypothesis import HealthCheck, settings
 
 from batchmill import function_runtime
@@ -77,6 +78,11 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 subprocess.Popen = PreloadedPopen
 
+# PyTorch's threads would wait for each other in loops, and take the processor from other tests: on a busy machine an
+# engine takes four times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # Folders of tests lie in memory where there is room: nothing of a test outlives the machine, and a third of the time of
 # jobs would be waits for a disk.
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 6 * 1024**3
@@ -90,6 +96,10 @@ def has_room(folder: Path) -> bool:
 
 if has_room(MEMORY):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SlowFiles())
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -100,13 +100,11 @@ async def test_more_adapters_than_places(engine, adapters):
 async def test_live_requests_beside_rows(engine):
     """Live requests are answered, whole and as streams, while rows run, and rows that stepped aside as ever."""
     words = ["red", "green", "blue", "white", "black", "brown", "grey", "pink"]
+    said = [f"{words[n % 8]} {words[n // 8 % 8]}" for n in range(192)]
     rows = [
-        chat_row(
-            n, f"Say: {words[n % 8]} {words[n // 8 % 8]}", model=("", "upper")[n % 2], temperature=0, max_tokens=48
-        )
-        for n in range(192)
+        chat_row(n, f"Say: {text}", model=("", "upper")[n % 2], temperature=0, max_tokens=48)
+        for n, text in enumerate(said)
     ]
-    alone = await run(engine, rows)
     running = asyncio.create_task(run(engine, rows))
     answers = []
     while not running.done():
@@ -120,7 +118,7 @@ async def test_live_requests_beside_rows(engine):
     beside = await running
     assert {json.loads(body)["choices"][0]["message"]["content"] for _, body in answers} == {"HELLO WORLD"}
     assert len(answers) >= 2
-    assert [beside.text(n) for n in range(192)] == [alone.text(n) for n in range(192)]
+    assert [beside.text(n) for n in range(192)] == [(text, text.upper())[n % 2] for n, text in enumerate(said)]
     assert engine.stats().live == 0
     head, body = await answer_to(engine, chat_request("x", max_tokens=0))
     assert head.status == 400

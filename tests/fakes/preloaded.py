@@ -80,6 +80,11 @@ class Preloaded:
         self._environ = dict(os.environ)  # before a test changes any
 
     @property
+    def pid(self) -> int:
+        """Of the server; 0 before the first command."""
+        return self._process.pid if self._process else 0
+
+    @property
     def address(self) -> str:
         """The server's socket, once it listens."""
         with self._lock:

@@ -122,16 +122,16 @@ def submit(client: OpenAI, rows: list[dict] | bytes, **fields) -> Batch:
     return client.batches.create(input_file_id=file.id, **body)
 
 
-def ended(client: OpenAI, batch: Batch) -> Batch:
+def ended(client: OpenAI, batch: Batch, within_s: float = TIMEOUT_S) -> Batch:
     """The batch once it has ended."""
-    return until(lambda: client.batches.retrieve(batch.id), lambda found: found.status in ENDED)
+    return until(lambda: client.batches.retrieve(batch.id), lambda found: found.status in ENDED, within_s)
 
 
-def until(look: Callable[[], T], is_so: Callable[[T], bool] = bool) -> T:
+def until(look: Callable[[], T], is_so: Callable[[T], bool] = bool, within_s: float = TIMEOUT_S) -> T:
     """What `look` sees once it is so."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + within_s
     while not is_so(found := look()):
-        assert time.monotonic() < deadline, f"after {TIMEOUT_S:.0f} s still {found!r}"
+        assert time.monotonic() < deadline, f"after {within_s:.0f} s still {found!r}"
         time.sleep(LOOK_S)
     return found
 

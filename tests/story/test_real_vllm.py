@@ -17,6 +17,7 @@ from running_server import RunningServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+START_S = 300.0  # of vLLM on a busy machine, and the first rows
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
 CONFIG = f"""
 [models.tiny]
@@ -58,7 +59,7 @@ def test_one_file_for_a_model_its_adapters_and_a_function(client):
     rows = [row(f"r{n}", "Say: hello world", model) for n, model in enumerate(models)]
     for each in rows:
         each["body"] |= {"temperature": 0, "max_tokens": 48}
-    done = ended(client, submit(client, rows))
+    done = ended(client, submit(client, rows), START_S)
     assert done.status == "completed" and done.usage and done.model is None
     said = texts(result_lines(client, done.output_file_id))
     assert said == {f"r{n}": SAID[model] for n, model in enumerate(models)}
