@@ -423,14 +423,14 @@ def test_few_servers_are_remembered():
         hosts.check("https://a.example/c", number * SILENT_S)
         hosts.failed("https://b.example/", "no", 1.0, is_last=True)
         hosts.check("https://b.example/c", 1.0)
-    for _ in range(10):  # one row at a time asks again, later and later
-        hosts.failed("https://b.example/", "no", 1.0 + SILENT_S, is_last=False)
-    hosts.failed("https://b.example/", "no", 1.0 + SILENT_S, is_last=True)
-    with pytest.raises(InvalidRow):
-        hosts.check("https://b.example/c", 1.0 + SILENT_S)
-    hosts.check("https://b.example/c", 1.0 + SILENT_S + PAUSE_S)
-    with pytest.raises(InvalidRow):
-        hosts.check("https://b.example/c", 1.0 + SILENT_S + PAUSE_S)
-    for _ in range(20):
-        hosts.failed("https://b.example/", "no", 100.0, is_last=False)
-    hosts.check("https://b.example/c", 100.0 + PAUSE_MAX_S)
+    now = 1.0 + SILENT_S
+    for _ in range(10):  # of rows that began before
+        hosts.failed("https://b.example/", "no", now, is_last=True)
+    for pause_s in (PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S, 8 * PAUSE_S, PAUSE_MAX_S, PAUSE_MAX_S):
+        with pytest.raises(InvalidRow):
+            hosts.check("https://b.example/c", now + pause_s - 1)
+        now += pause_s
+        hosts.check("https://b.example/c", now)  # one row asks,
+        with pytest.raises(InvalidRow):
+            hosts.check("https://b.example/d", now)  # and the others do not
+        hosts.failed("https://b.example/c", "no", now, is_last=False)

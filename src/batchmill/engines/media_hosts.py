@@ -26,6 +26,7 @@ class _Host(Struct):
     failed: int = 0  # URLs
     pause_s: float = 0.0  # 0: it is not given up
     until: float = 0.0  # until when rows fail at once
+    is_asked: bool = False  # by one row, after the pause
     why: str = ""
 
 
@@ -46,7 +47,7 @@ class MediaHosts:
                 "while; `batchmill retry` tries it again",
                 code="media_unavailable",
             )
-        host.until = now + host.pause_s  # for other rows, while this one asks
+        host.is_asked, host.until = True, now + host.pause_s  # for other rows, while this one asks
 
     def answered(self, url: str) -> None:
         """A server has answered, whatever it was."""
@@ -61,10 +62,12 @@ class MediaHosts:
             self._hosts.popitem(last=False)
         host.why = why
         host.failed += is_last
-        if host.pause_s:
-            host.pause_s = min(2 * host.pause_s, PAUSE_MAX_S)
-        elif is_last and host.failed >= FAILED_MAX and now - host.since >= SILENT_S:
+        if host.is_asked:
+            host.pause_s, host.is_asked = min(2 * host.pause_s, PAUSE_MAX_S), False
+        elif not host.pause_s and is_last and host.failed >= FAILED_MAX and now - host.since >= SILENT_S:
             host.pause_s = PAUSE_S
+        else:
+            return  # a row that had begun before it was given up says nothing new
         host.until = now + host.pause_s
 
     def note(self, now: float) -> str:
