@@ -169,7 +169,7 @@ async def estimate(
             )
         else:
             rest = found.run - reused.rows
-            notes.append(f"{reused.rows:,} of the rows that run {takes_over}: the figures are those of {rest:,} rows")
+            notes.append(f"{reused.rows:,} of the rows that run {takes_over}: the figures are of the {rest:,} others")
             found = _of_rows(found, rest)
         return prepared.report, msgspec.structs.replace(found, notes=notes)
 
