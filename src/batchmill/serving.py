@@ -185,6 +185,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     close_last(stack, lambda _: functions.close())
     files = FileService(database, config.data_dir, clock, config.server, quotas, store.disk_quota, store.stored)
     stack.callback(files.close)
+    jobs.listen_ends(files)
     await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)
     stack.callback(webhooks.close)

@@ -6,11 +6,14 @@ import asyncio
 import os
 
 import pytest
+import sqlalchemy as sa
 from file_room import JOB, FileRoom
 
 from batchmill.errors import Gone, UnknownName
-from batchmill.services.files.files import result_id
+from batchmill.jobs.ledger import records as job_records
+from batchmill.services.files.job_results import result_id
 from batchmill.states import JobState
+from batchmill.store.removals import Removal
 
 
 @pytest.fixture
@@ -127,3 +130,26 @@ async def test_expired_results_are_swept_with_their_copies(room):
     room.clock.at += 3600
     assert await room.files.sweep() == 2
     assert room.left() == [] and not os.path.exists(view.output)
+
+
+async def test_results_are_stored_with_the_end_of_their_job(room):
+    """The transaction that ends a job stores its results as files; one that fails leaves nothing of them."""
+    view = await room.ended_job()
+    record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
+
+    def fail(db: sa.Connection) -> None:
+        room.files.store_end(db, record)
+        raise RuntimeError("the job does not end so")
+
+    with pytest.raises(RuntimeError):
+        await room.database.write(fail)
+    assert await room.files.list("one") == ([], False)
+    await room.database.write(room.files.store_end, record)
+    listed, _ = await room.files.list("one")
+    assert len(listed) == 2
+    results = await room.files.adopt_results(view)  # nobody has said yet that it is committed
+    assert sorted(each.id for each in results) == sorted(each.id for each in listed)
+    room.files.ended(JOB)
+    assert await room.files.adopt_results(view) == results
+    await room.files.delete("one", results[0].id, "ada")
+    assert isinstance((await room.files.adopt_results(view))[0], Removal)

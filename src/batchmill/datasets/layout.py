@@ -67,9 +67,10 @@ Sums = dict[str, tuple[int, int]]  # name -> (bytes, checksum)
 
 def write_seal(home: Path, seal: Seal) -> None:
     """Make every file in `home` durable, and write the seal last."""
-    for path in home.iterdir():
-        if path.is_file():
-            sync(path)
+    with os.scandir(home) as entries:
+        paths = [entry.path for entry in entries if entry.is_file()]
+    for path in paths:
+        sync(path)
     data = msgspec.json.encode(seal)
     write_sums(home, data)
     temporary = home / f"{SEAL}.tmp"
@@ -79,7 +80,7 @@ def write_seal(home: Path, seal: Seal) -> None:
     sync(home)
 
 
-def sync(path: Path) -> None:
+def sync(path: Path | str) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

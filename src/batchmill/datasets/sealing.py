@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -236,11 +237,10 @@ def digest(paths: list[str]) -> str:
 
 
 def clear(home: Path) -> None:
-    """Remove the files of an interrupted or refused attempt."""
-    for name in layout.FILES:
-        (home / name).unlink(missing_ok=True)
-    for copy in home.glob(layout.COPIES):
-        copy.unlink()
+    """Remove the files of an interrupted or refused attempt, if there was one."""
+    for name in os.listdir(home) if home.exists() else ():
+        if name in layout.FILES or fnmatchcase(name, layout.COPIES):
+            (home / name).unlink(missing_ok=True)
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:

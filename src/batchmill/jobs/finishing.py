@@ -4,39 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger.files import HeldFile
-from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.ledger.ledger import move
 from batchmill.jobs.results.results import Manifest
 from batchmill.states import JobState
 from batchmill.store.file_log import FileLog
 
 
+class EndListener(Protocol):
+    """Whoever stores something with the end of a short job."""
+
+    def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
+        """Within the transaction, which may be repeated or fail. In the thread that writes the database."""
+
+    def ended(self, job_id: str) -> None:
+        """The transaction has been committed. On the event loop."""
+
+
 class Finish:
     """The end that a job has if a commit counts."""
 
-    def __init__(self, ledger: Ledger, job_id: str, log: FileLog, held: Sequence[HeldFile], fields: dict[str, Any]):
+    def __init__(
+        self, job_id: str, log: FileLog, held: Sequence[HeldFile], fields: dict[str, Any],
+        listeners: Sequence[EndListener],
+    ) -> None:  # fmt: skip
         """Args: fields: of the job's record. held: its results."""
-        self._ledger, self._job_id, self._fields = ledger, job_id, fields
+        self._job_id, self._fields, self._listeners = job_id, fields, listeners
         self._write = partial(write_held, log, tuple(held))
         self.is_stored = False  # once the transaction has been committed
 
-    def store(self, *, is_counted: bool) -> None:
+    def store(self, db: sa.Connection, *, is_counted: bool) -> None:
         """Within the transaction of the commit, which may be repeated."""
         self.is_stored = False
         if not is_counted:
             return
         try:
-            self._ledger.move(
-                self._job_id, JobState.COMPLETED, via=[JobState.FINALIZING], within=self._write, **self._fields
-            )
+            via = [JobState.FINALIZING]
+            record = move(db, self._job_id, JobState.COMPLETED, via=via, within=self._write, **self._fields)
         except (InvalidTransition, OSError):
             return  # it is being cancelled, or there is no room: its runner goes on by itself, and finds that out
+        assert record is not None, "a job that was moved has a record"
+        for listener in self._listeners:
+            listener.store_end(db, record)
         self.is_stored = True
 
 

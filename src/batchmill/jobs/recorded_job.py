@@ -269,7 +269,13 @@ class RecordedJob:
             return None
         fields = ended_fields(manifest) | {"finalizing": now, "finished": now, "reason": None}
         fields["spent_s"] = run.elapsed_s
-        return Finish(self._ledger, self.spec.id, log, publishing.held, fields)
+        return Finish(self.spec.id, log, publishing.held, fields, self._tools.end_listeners)
+
+    def _enter_ended(self) -> None:
+        """The job was stored as ended with its last commit."""
+        self._state, self._unspent_s = JobState.COMPLETED, 0.0
+        for listener in self._tools.end_listeners:
+            listener.ended(self.spec.id)
 
     def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
         return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)

@@ -362,7 +362,7 @@ class JobRunner(RecordedJob):
         self._raise_if_stopped()
         failure = await self._run_rows(run := self._run)
         if run.is_finished:
-            self._state = JobState.COMPLETED  # stored with the last commit
+            self._enter_ended()
         elif await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
             return
         elif (spec := self._routes.next(run, failure)) is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.children.offload import Offload
+from batchmill.jobs.finishing import EndListener
 from batchmill.jobs.intake.reuse_jobs import EarlierJobs
 from batchmill.jobs.intake.schema_code import SchemaCode
 from batchmill.jobs.ledger.commits import CommitLog
@@ -38,6 +39,7 @@ class RunnerTools(Struct, frozen=True):
     is_shared: bool  # see JobSpace
     tasks: NodeTasks | None
     earlier_jobs: EarlierJobs
+    end_listeners: list[EndListener]
 
     @property
     def database(self) -> Database:

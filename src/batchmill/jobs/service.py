@@ -18,6 +18,7 @@ from batchmill.errors import InvalidTransition, UnknownName
 from batchmill.jobs import samples, views
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audits import Audits
+from batchmill.jobs.finishing import EndListener
 from batchmill.jobs.intake import adapters
 from batchmill.jobs.intake.reuse_jobs import EarlierJobs
 from batchmill.jobs.intake.schema_code import NoSchemaCode, SchemaCode
@@ -89,6 +90,7 @@ class JobService:
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
             adapters, schema_code, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
+            [],
         )  # fmt: skip
         self._recent = RecentJobs(database)
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
@@ -101,6 +103,10 @@ class JobService:
         self._maintenance = Maintenance(
             clock, self._disk_reserve, self._stalled.poll, self._recovery.resume_or_note, self._tidy
         )
+
+    def listen_ends(self, listener: EndListener) -> None:
+        """Have something stored with the end of each short job."""
+        self._tools.end_listeners.append(listener)
 
     @property
     def dispatcher(self) -> Dispatcher:

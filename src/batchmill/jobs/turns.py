@@ -29,7 +29,13 @@ class Turns:
         # What runs at a provider needs no room here, and may take a day.
         models = {model.name for model in spec.models if not model.traits.hands_over}
         keys = sorted((name, spec.policy.priority) for name in models)
-        return Turn(spec.project, {key: self._semaphores.setdefault(key, FairSemaphore(self._turns)) for key in keys})
+        return Turn(spec.project, {key: self._semaphore(key) for key in keys})
+
+    def _semaphore(self, key: _Key) -> FairSemaphore:
+        found = self._semaphores.get(key)
+        if found is None:
+            found = self._semaphores[key] = FairSemaphore(self._turns)
+        return found
 
 
 class Turn:

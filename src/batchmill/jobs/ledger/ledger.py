@@ -172,7 +172,7 @@ class JobEnd(Protocol):
     @property
     def is_stored(self) -> bool: ...
 
-    def store(self, *, is_counted: bool) -> None: ...
+    def store(self, db: sa.Connection, *, is_counted: bool) -> None: ...
 
 
 class Verdict(StrEnum):
@@ -222,13 +222,52 @@ def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_s
 def _set(
     db: sa.Connection, job_id: str, fields: Mapping[str, object], times: Iterable[str] = (), *,
     spent_s: float | None = None,
-) -> None:  # fmt: skip
-    """Set fields of a job's record. Requests that poll the job get the new record without another query."""
+) -> sa.RowMapping | None:  # fmt: skip
+    """Set fields of a job's record, and return it. Requests that poll the job get it without another query."""
     parameters = {f"new_{name}": value for name, value in fields.items()} | {"of_job": job_id}
     if spent_s is not None:
         parameters["spent_s"] = spent_s
     setting = _setting(frozenset(fields), frozenset(times), is_spent=spent_s is not None)
-    note_change(db, job_id, db.execute(setting, parameters).mappings().first())
+    record = db.execute(setting, parameters).mappings().first()
+    note_change(db, job_id, record)
+    return record
+
+
+def move(
+    db: sa.Connection,
+    job_id: str,
+    state: JobState,
+    *,
+    via: Sequence[JobState] = (),
+    packed: bytes | None = None,
+    errors: dict[str, tuple[int, str]] | None = None,
+    spent_s: float = 0.0,
+    within: Callable[[sa.Connection], object] | None = None,
+    **fields: object,
+) -> sa.RowMapping | None:
+    """Move a job to another state, through those of `via`, and set fields; return its record.
+
+    Raises: InvalidTransition.
+
+    `within` is called in the transaction, before anything is changed.
+    `spent_s`: running time to add. `packed`: the files of a small job. `errors` replaces the error counts: a
+    gathered result knows them exactly, followers included. No time that is set lies before one that the job has:
+    the clock may have been set back.
+    """
+    path = [*via, state]
+    assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
+    had_errors = _check_next(db, job_id, path[0])
+    if within is not None:
+        within(db)
+    times = [name for name in _TIMES if fields.get(name) is not None]
+    record = _set(db, job_id, {"state": state, **fields}, times, spent_s=spent_s)
+    if isinstance(spec := fields.get("spec"), bytes):
+        ledger_snapshot.note_models(db, read_spec(spec))
+    if packed is not None:
+        store_packed(db, job_id, packed)
+    if errors or (errors is not None and had_errors):
+        _replace_errors(db, job_id, errors)
+    return record
 
 
 class Ledger:
@@ -257,39 +296,10 @@ class Ledger:
         with self._reader.connect() as db:
             return db.execute(query).mappings().all()
 
-    def move(
-        self,
-        job_id: str,
-        state: JobState,
-        *,
-        via: Sequence[JobState] = (),
-        packed: bytes | None = None,
-        errors: dict[str, tuple[int, str]] | None = None,
-        spent_s: float = 0.0,
-        within: Callable[[sa.Connection], object] | None = None,
-        **fields: object,
-    ) -> None:
-        """Move a job to another state, through those of `via`, and set fields. Raises: InvalidTransition.
-
-        `within` is called in the transaction, before anything is changed.
-        `spent_s`: running time to add. `packed`: the files of a small job. `errors` replaces the error counts: a
-        gathered result knows them exactly, followers included. No time that is set lies before one that the job has:
-        the clock may have been set back.
-        """
-        path = [*via, state]
-        assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
+    def move(self, job_id: str, state: JobState, **fields: Any) -> sa.RowMapping | None:
+        """As the function `move`."""
         with self._engine.begin() as db:
-            had_errors = _check_next(db, job_id, path[0])
-            if within is not None:
-                within(db)
-            times = [name for name in _TIMES if fields.get(name) is not None]
-            _set(db, job_id, {"state": state, **fields}, times, spent_s=spent_s)
-            if isinstance(spec := fields.get("spec"), bytes):
-                ledger_snapshot.note_models(db, read_spec(spec))
-            if packed is not None:
-                store_packed(db, job_id, packed)
-            if errors or (errors is not None and had_errors):
-                _replace_errors(db, job_id, errors)
+            return move(db, job_id, state, **fields)
 
     def enter(
         self, job: records.NewJob, state: JobState, *,
@@ -414,7 +424,7 @@ class Ledger:
             for job_id, job in counted.jobs.items():
                 _count_errors(db, job_id, job.errors, job.samples)
             for index, end in ends.items():
-                end.store(is_counted=verdicts[index] is Verdict.COUNTED)
+                end.store(db, is_counted=verdicts[index] is Verdict.COUNTED)
             faults.point("in_commit")
         return verdicts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -62,8 +63,9 @@ def is_short(dataset: DatasetSpec, models: int) -> bool:
 
 def is_small(files: JobFiles, rows: int) -> bool:
     """Whether a dataset that was sealed and planned stays in the database. Converted rows lie in files of their own."""
-    copies = (files.dataset / layout.ROWS, *files.dataset.glob(layout.COPIES))
-    if rows > ROWS_MAX or any(path.exists() for path in copies):
+    if rows > ROWS_MAX:
+        return False
+    if any(name == layout.ROWS or fnmatchcase(name, layout.COPIES) for name in os.listdir(files.dataset)):
         return False
     return sum(os.stat(path).st_size for path in _packable(files.home).values()) <= PACKED_BYTES_MAX
 
@@ -71,13 +73,18 @@ def is_small(files: JobFiles, rows: int) -> bool:
 def _packable(home: Path) -> dict[str, str]:
     """Path below the folder of a job -> path."""
     folders = [name for name in os.listdir(home) if name == "dataset" or name.startswith("plan-")]
-    names = [f"{folder}/{name}" for folder in folders for name in os.listdir(home / folder)]
-    return {name: f"{home}/{name}" for name in names}
+    place = str(home)
+    names = [f"{folder}/{name}" for folder in folders for name in os.listdir(f"{place}/{folder}")]
+    return {name: f"{place}/{name}" for name in names}
 
 
 def pack(files: JobFiles) -> bytes:
     """The dataset and the plans of a job as one value."""
-    return msgspec.msgpack.encode({name: Path(path).read_bytes() for name, path in _packable(files.home).items()})
+    found = {}
+    for name, path in _packable(files.home).items():
+        with open(path, "rb", buffering=0) as file:
+            found[name] = file.readall()
+    return msgspec.msgpack.encode(found)
 
 
 def store(db: sa.Connection, job_id: str, packed: bytes) -> None:

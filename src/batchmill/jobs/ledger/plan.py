@@ -277,10 +277,15 @@ class Rejected(Struct, frozen=True, gc=False):
     message: str
 
 
+_rejected = msgspec.json.Decoder(Rejected)
+
+
 def iter_rejected(dataset: Path, first: int = 0) -> Iterator[Rejected]:
     """The rows that validation refused from row `first` on, in row order."""
-    decode = msgspec.json.Decoder(Rejected).decode
+    decode = _rejected.decode
     with open(dataset / REJECTED, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return
 
         def seek(offset: int) -> None:
             """Go to the first line that begins at this byte or behind it."""

@@ -244,7 +244,7 @@ class Pool:
         if replica.is_waiting:
             return self._tools.allocations.why(self._id_of(replica))
         worker = replica.worker
-        return worker.handle.waits if worker is not None and isinstance(worker.handle, PlacedHandle) else ""
+        return worker.placed.waits if worker is not None and worker.placed is not None else ""
 
     def _must_run(self, replica: _Replica) -> bool:
         return not (self._stopping or replica.is_leaving or self.failure is not None)

@@ -13,7 +13,7 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.pools import scheduler
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.pools.scheduler import FairShare, RowCost, Throughput, cost_of
-from batchmill.ports import Clock, WorkerHandle
+from batchmill.ports import Clock, PlacedHandle, WorkerHandle
 from batchmill.types import Commit, EngineStats, FunctionRequest, LiveHead, Provision
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import (
@@ -148,6 +148,7 @@ class PoolWorker:
         self.revoked: set[str] = set()  # removed jobs of which rows may still be running
         self.stats = EngineStats()
         self.last_message_at = 0.0
+        self.placed: PlacedHandle | None = handle if isinstance(handle, PlacedHandle) else None
         self._requests: list[FunctionRequest] = []  # of this turn of the event loop: sent in one message
 
     def drain(self) -> None:

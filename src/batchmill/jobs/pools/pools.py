@@ -33,6 +33,7 @@ SCALE_S = 1.0  # between two checks of the load of models that scale
 # The names of users that are not jobs.
 LIVE = ("live ", "calls ")
 NO_JOBS = (*LIVE, "loaded ", "kept ")
+KEYS_MAX = 2000  # models whose keys are remembered: jobs and requests ask for them again and again
 SUMS_MAX = 10_000  # models with call counters; the oldest counters are dropped
 
 
@@ -90,6 +91,7 @@ class Pools:
         self._providing: asyncio.Task[None] | None = None
         self._is_stale = False  # workers may have outdated secrets
         self._codes = CodeDigests()
+        self._keys: dict[int, tuple[ModelSpec, str, str]] = {}  # id of a model, which is held -> code, key
         self._pools: dict[str, Pool] = {}
         self._users: dict[str, set[str]] = {}
         self._idle: dict[str, asyncio.Task[None]] = {}  # idle pools, the one that has been idle longest first
@@ -107,12 +109,18 @@ class Pools:
 
         `code`: model name -> digest of its function. Missing digests are read from the files.
         """
-        shared_spec = _shared_spec(model)
         digest = (code or {}).get(model.name, "")
         if not digest and model.traits.source is Source.CODE:
             digest = self._codes.of(model.source)
-        data = msgspec.json.encode([shared_spec, digest], order="deterministic")
-        return hashlib.sha256(data).hexdigest()
+        known = self._keys.get(id(model))
+        if known is not None and known[0] is model and known[1] == digest:
+            return known[2]
+        data = msgspec.json.encode([_shared_spec(model), digest], order="deterministic")
+        key = hashlib.sha256(data).hexdigest()
+        if len(self._keys) >= KEYS_MAX:
+            self._keys.clear()
+        self._keys[id(model)] = model, digest, key
+        return key
 
     def get(self, key: str) -> Pool | None:
         return self._pools.get(key)

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Self
 from weakref import WeakValueDictionary
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Struct
 
 from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger.files import RESULTS, REUSE
+from batchmill.jobs.ledger.files import RESULTS, REUSE, read_spec
 from batchmill.ports import Clock
 from batchmill.services.files import records as file_records
 from batchmill.services.files.incoming import (
@@ -41,6 +38,7 @@ from batchmill.services.files.incoming import (
     run_to_completion,
     unlink_all,
 )
+from batchmill.services.files.job_results import AdoptedResults, Result, ResultFiles, result_record
 from batchmill.services.files.records import FileQuery, FileRecord, unknown
 from batchmill.states import JobState
 from batchmill.store import removals
@@ -50,6 +48,7 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.tables import files
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import JobView, ProjectQuotas
@@ -67,39 +66,12 @@ SWEEP_MAX = 500  # files per query
 UPLOADED_MAX = 1000  # records in memory
 ARRIVING = ".incoming"
 EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
-Result = FileRecord | Removal | None
 FOUND_AT_ONCE = 1000  # files of one statement
 Within = Callable[[sa.Connection, FileRecord], None]
-OUTPUT = "batch_output"  # the purpose of result files
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
-
-
-class _ResultFiles(Struct, frozen=True):
-    """The ids that the result files of an ended job have or will have, and the paths that they are adopted from."""
-
-    output: tuple[str, str | None]
-    errors: tuple[str, str | None]
-
-    @classmethod
-    def of(cls, view: JobView) -> Self:
-        has_error_file = view.errors_output is not None  # else the output holds failed rows too
-        output = view.output if view.rows_ok or not has_error_file else None
-        ids = [result_id(view.id, view.generation, which) for which in ("output", "errors")]
-        return cls((ids[0], output), (ids[1], view.errors_output))
-
-    @property
-    def ids(self) -> list[str]:
-        return [self.output[0], self.errors[0]]
-
-    def missing(self, found: Mapping[str, Result]) -> list[tuple[str, str]]:
-        """(id, path) of the files that have no record."""
-        return [(id_, path) for id_, path in (self.output, self.errors) if path is not None and id_ not in found]
-
-    def chosen(self, found: Mapping[str, Result]) -> tuple[Result, Result]:
-        return found.get(self.output[0]), found.get(self.errors[0])
 
 
 class FileService:
@@ -124,6 +96,8 @@ class FileService:
         self._deleting: set[str] = set()
         self._sweeping = asyncio.Lock()
         self._adopting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by job
+        self._ending: dict[str, AdoptedResults] = {}  # with the end of their jobs, which is not committed yet
+        self._adopted_lately: OrderedDict[str, AdoptedResults] = OrderedDict()  # by job: most are polled at once
         self._swept_orphans = False
         (self.home / ARRIVING).mkdir(parents=True, exist_ok=True, mode=0o700)
         sync_folder(data_dir)
@@ -259,7 +233,9 @@ class FileService:
         """
         if not JobState(view.state).is_at_rest:
             return None, None
-        files_of_job = _ResultFiles.of(view)
+        if (adopted := self._adopted_lately.get(view.id)) is not None and adopted.is_of(view):
+            return adopted.results
+        files_of_job = ResultFiles.of(view)
         async with self._adopting.setdefault(view.id, asyncio.Lock()):
             if (log := self.stored.log) is not None:
                 return files_of_job.chosen(await self._adopt_logged(view, files_of_job, log))
@@ -269,7 +245,36 @@ class FileService:
                 results |= {} if adopted is None else {adopted.id: adopted}
         return files_of_job.chosen(results)
 
-    async def _adopt_logged(self, view: JobView, files_of_job: _ResultFiles, log: FileLog) -> dict[str, Result]:
+    def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
+        """As `adopt_results`, in the transaction that ends the first run of a short job. See `jobs.finishing`."""
+        log = self.stored.log
+        assert log is not None, "short jobs end so where there is a log"
+        origin = read_spec(record["spec"]).origin
+        names = ("id", "state", "project", "created", "finished", "generation", "output", "errors_output", "rows_ok")
+        view = JobView(**{name: record[name] for name in names}, origin=origin)
+        files_of_job, results = ResultFiles.of(view), {}
+        self._arriving.update(files_of_job.ids)
+        for file_id, path in files_of_job.missing({}):
+            try:
+                size_bytes = log.link(db, Path(path), self.home / file_id)
+            except OSError:
+                return  # whoever asks for the results has them adopted, or learns why they cannot be
+            results[file_id] = self._adopted(view, file_id, path, size_bytes)
+            _insert_result(db, results[file_id])
+        faults.point("in_adoption")
+        if len(self._ending) > UPLOADED_MAX:  # of transactions that failed
+            self._ending.clear()
+        self._ending[view.id] = AdoptedResults(view.generation, view.state, files_of_job.chosen(results))
+
+    def ended(self, job_id: str) -> None:
+        """What `store_end` has stored is committed."""
+        if (adopted := self._ending.pop(job_id, None)) is not None:
+            self._arriving.difference_update(each.id for each in adopted.results if each is not None)
+            self._adopted_lately[job_id] = adopted
+            if len(self._adopted_lately) > UPLOADED_MAX:
+                self._adopted_lately.popitem(last=False)
+
+    async def _adopt_logged(self, view: JobView, files_of_job: ResultFiles, log: FileLog) -> dict[str, Result]:
         """As `_adopt` for all files of a job, in one transaction: the log makes the links durable."""
 
         def adopt(db: sa.Connection) -> dict[str, Result]:
@@ -303,7 +308,7 @@ class FileService:
 
     async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:
         """As `adopt_results` for many jobs at once: job -> its files, of those that have nothing to be adopted."""
-        wanted = {view.id: _ResultFiles.of(view) for view in views if JobState(view.state).is_at_rest}
+        wanted = {view.id: ResultFiles.of(view) for view in views if JobState(view.state).is_at_rest}
         ids = [file_id for files_of_job in wanted.values() for file_id in files_of_job.ids]
         results: dict[str, Result] = {}
         for first in range(0, len(ids), FOUND_AT_ONCE):
@@ -355,6 +360,7 @@ class FileService:
             if record.job is not None:
                 await self._remove_copies(record)
             self._uploaded.pop(record.id, None)
+            self._adopted_lately.pop(record.job or "", None)
             await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
@@ -522,7 +528,7 @@ def _insert_result(db: sa.Connection, adopted: FileRecord | Removal) -> None:
     if isinstance(adopted, Removal):
         removals.insert(db, adopted)
     else:
-        file_records.insert_missing(db, [adopted])
+        insert_missing(db, files, msgspec.structs.asdict(adopted))
 
 
 def _forget(
@@ -539,22 +545,6 @@ def _forget(
 def _removal(record: FileRecord, by: str, at: float) -> Removal:
     assert record.job is not None, "only removals of results are stored"
     return Removal(record.id, record.project, record.job, by, at)
-
-
-def result_id(job_id: str, generation: int, which: str) -> str:
-    """Return the id of a job's result file. It follows from the job, so every caller computes the same one."""
-    return f"file-{hashlib.sha256(f'{job_id}:{generation}:{which}'.encode()).hexdigest()[:24]}"
-
-
-def result_record(view: JobView, file_id: str, suffixes: Sequence[str], size_bytes: int) -> FileRecord:
-    which = "output" if file_id == result_id(view.id, view.generation, "output") else "errors"
-    suffix = "".join(each for each in suffixes if each != ".errors")
-    created = view.finished or view.created
-    expires_s = (view.origin or {}).get("output_expires_s")
-    return FileRecord(
-        id=file_id, project=view.project, purpose=OUTPUT, filename=f"{view.id}_{which}{suffix}", bytes=size_bytes,
-        sha256=None, created=created, expires=None if expires_s is None else created + expires_s, job=view.id,
-    )  # fmt: skip
 
 
 def link(source: Path, target: Path) -> int | None:
