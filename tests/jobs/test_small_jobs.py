@@ -21,7 +21,7 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger.plan import KEY_ORDER
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Once, Policy
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Once, OutputSchema, Policy, SchemaVersion
 
 CODE = """
 import os, time
@@ -132,6 +132,20 @@ async def test_a_cancelled_caller_waits_for_its_submission(opened, tmp_path):
     assert submitted.how == "repeated"
     view = [view async for view in service.watch(submitted.id, 0.05)][-1]
     assert bodies(view.output) == [0, 2, 4]
+
+
+async def test_a_class_is_brought_before_rows_run(opened, tmp_path):
+    """A small job has the class that validates its answers before it asks for any, as every other job."""
+    service = await opened()
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    model = ModelSpec("m", "http", "m", base_url="http://127.0.0.1:9", allowed=["m"])
+    schema = OutputSchema('{"type":"object"}', validator="a.py:A", code="0", version=SchemaVersion("review@main/1"))
+    dataset = DatasetSpec([str(tmp_path / "in.jsonl")], format="openai")
+    asked = JobOrder(dataset, [model], origin={"frontend": "openai"}, default_model=False, schema=schema)
+    view = await run(service, asked)
+    assert (view.state, view.message) == ("paused", "the class review@main/1 is not deployed here")
 
 
 async def test_the_most_rows_of_a_small_job(opened, tmp_path):

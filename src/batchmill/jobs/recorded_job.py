@@ -82,9 +82,13 @@ class RecordedJob:
 
     async def _bring(self, record: sa.RowMapping) -> None:
         """Bring what running its rows takes. Raises: JobPaused."""
+        await self._bring_class()
+        await self._stored.bring(self.spec, record)
+
+    async def _bring_class(self) -> None:
+        """Bring the class that validates answers. Raises: JobPaused."""
         if self.spec.form.schema is not None:
             await self._tools.schema_code.bring(self.spec.form.schema)
-        await self._stored.bring(self.spec, record)
 
     async def _remotes(self, generation: int) -> list[RemoteJob]:
         """The provider batches that hold rows of this job."""
@@ -235,6 +239,13 @@ class RecordedJob:
         if self._counted is not None and self._run is not None and self._counted.has_all(self._run.plan.leaders):
             return self._counted.results()
         return await self._commit_log.call_reader(self._ledger.results, self.spec.id)
+
+    async def _prepare_publishing(self) -> None:
+        """Have what results are written from, and the right to write them. Raises: JobPaused, OSError."""
+        await self._stored.bring_segments()
+        if (log := self._tools.stored.log) is not None and self.files.plan(1).exists():
+            await log.sync()  # second names of results before a retry, which it would make again of the new ones
+        check_left(self._ledger.database.owned_s())
 
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""

@@ -51,7 +51,6 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import moved_columns, sample_has_run
 from batchmill.models import redaction
-from batchmill.owner_clock import check_left
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.disk_room import bytes_in
 from batchmill.types import ModelSpec, Policy, RetryChange
@@ -318,6 +317,7 @@ class JobRunner(RecordedJob):
     async def _begin_small(self, counts: dict[str, Any], errors: dict[str, tuple[int, str]]) -> None:
         """Store the plan and begin to run, in one transaction: nothing is to be adopted. Or wait for a turn."""
         await self._routes.measure(self.spec.models)
+        await self._bring_class()
         self._raise_if_stopped()
         data = packed.pack(self.files)
         stored = {"packed": data, "errors": errors, "bytes": len(counts["spec"]) + len(data), **counts}
@@ -573,8 +573,7 @@ class JobRunner(RecordedJob):
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
         blocks, carried = await self._results()
         faults.point("before_publish")
-        await self._stored.bring_segments()
-        check_left(self._ledger.database.owned_s())
+        await self._prepare_publishing()
         unrun = None if early is None else early.unrun
         segments = replace(self.files.segment_place, blocks=carried)
         manifest = await self._interruptible(publishing.finish(segments, blocks, self._show_progress, unrun=unrun))
