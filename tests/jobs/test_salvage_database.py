@@ -24,6 +24,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.services.data_dirs import backups, salvage
 from batchmill.services.data_dirs.backups import Backups
+from batchmill.store.file_log import FileLog
 from batchmill.store.sql.damaged_database import is_sound
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import files, keys
@@ -174,6 +175,21 @@ def test_what_was_lost_comes_from_a_backup(model, data_dir):
     path.unlink()
     salvage.salvage(data_dir, lambda _: None)
     assert state_of(model, data_dir) == (300, KEYS, ["file-a"])
+
+
+async def test_files_that_were_logged_at_a_backup(data_dir):
+    """A file that a backup still had the bytes of was synced since: it stays what it has become."""
+    database = Database(data_dir / "batchmill.db")
+    await database.write(FileLog(database, data_dir).write, data_dir / "files" / "file-a", b"before")
+    database.close()
+    assert Backups(data_dir, HeldClock(), BackupsEntry())._sweep() is not None
+    (data_dir / "files" / "file-a").write_bytes(b"after")
+    (data_dir / "batchmill.db").unlink()
+    salvage.salvage(data_dir, lambda _: None)
+    database = Database(data_dir / "batchmill.db")
+    async with FileLog(database, data_dir).open():
+        assert (data_dir / "files" / "file-a").read_bytes() == b"after"
+    database.close()
 
 
 def test_a_sound_database_is_left_alone(data_dir):

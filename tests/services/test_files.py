@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -204,6 +205,21 @@ def crash(data_dir, point: str) -> None:
     environment = {**os.environ, "BATCHMILL_FAULT": f"{point}:1:{data_dir / 'fired'}"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-9, ""), done.stderr
+
+
+async def test_results_that_a_full_disk_cannot_name(room, monkeypatch):
+    """A second name for which there is no room is refused as such, and is made once there is."""
+    job = await room.ended_job()
+    link = os.link
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", full)
+        with pytest.raises(StorageFull):
+            await room.files.adopt_results(job)
+    assert os.link is link and (await room.files.adopt_results(job))[0] is not None
 
 
 @pytest.mark.parametrize("point", [*FILE_POINTS, "in_file_record", "in_adoption"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 
 import pytest
 import sqlalchemy as sa
@@ -119,3 +121,37 @@ async def test_a_file_is_not_written_again_without_need(tmp_path, database):
     os.utime(path, ns=(1, 1))
     await FileLog(database, tmp_path).sync()  # of another process, which cannot know whether the bytes are there
     assert (path.read_bytes(), path.stat().st_mtime_ns) == (b"more", 1)
+
+
+async def test_a_link_stays_whose_first_name_is_gone(tmp_path, database):
+    """Opened again after a kill, a link keeps its bytes although its file was removed meanwhile."""
+    log = FileLog(database, tmp_path)
+    await database.write(log.write, tmp_path / "a", b"bytes")
+    await log.sync()
+    await database.write(log.link, tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").unlink()
+    async with FileLog(database, tmp_path).open():
+        assert (tmp_path / "b").read_bytes() == b"bytes"
+
+
+async def test_who_syncs_waits_for_a_sync_that_runs(tmp_path, database, monkeypatch):
+    """A sync returns once everything that was written before is durable, whoever makes it so."""
+    log = FileLog(database, tmp_path)
+    await database.write(log.write, tmp_path / "a", b"bytes")
+    began, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        began.set()
+        assert goes_on.wait(30)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    first = asyncio.create_task(log.sync())
+    await asyncio.to_thread(began.wait, 30)
+    second = asyncio.create_task(log.sync())
+    for _ in range(3):
+        await database.write(lambda _: None)  # as many steps as a sync takes that finds nothing to do
+    assert not second.done()
+    goes_on.set()
+    await asyncio.gather(first, second)
+    assert await logged(database) == []

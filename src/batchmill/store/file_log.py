@@ -60,6 +60,7 @@ class FileLog:
         self._number = 0  # of the newest file; a file that is written again gets another one
         self._has_some = True  # perhaps
         self._is_uncertain = self._is_opening = True  # the files may lack what the database has of them
+        self._syncing = asyncio.Lock()
 
     def write(self, db: sa.Connection, path: Path, data: bytes) -> None:
         """Write a file, or replace it. It is durable once the transaction is, and may be there without it.
@@ -73,7 +74,9 @@ class FileLog:
         self._put(db, path, None, data)
 
     def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
-        """Link a file that never changes to another name, as `write`. Returns its size; None: it is not there.
+        """Link a file to another name, as `write`. Returns its size; None: it is not there.
+
+        The link would be made again of what the file is then: `sync` before its name gets other bytes.
 
         Raises: OSError.
         """
@@ -124,7 +127,11 @@ class FileLog:
                 log.warning("files could not be synced, and stay in the database until they can: %s", error)
 
     async def sync(self) -> None:
-        """Make the files themselves durable, and have the database forget them."""
+        """Make the files themselves durable, and have the database forget them: all that were written before."""
+        async with self._syncing:
+            await self._sync_all()
+
+    async def _sync_all(self) -> None:
         while self._has_some:
             try:
                 if not (found := await self._database.write(self._next)):
@@ -164,14 +171,15 @@ class FileLog:
 
     def _restore(self, each: _Logged, path: Path) -> None:
         """Write a file as it was. Who has it open sees the same bytes as before."""
-        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            sync_folder(path.parent.parent)
         if each.data is not None:
             _write(path, each.data)
         elif each.source is not None:
             source = self._home / each.source
-            with contextlib.suppress(FileNotFoundError):
-                if path.exists() and os.path.samestat(source.stat(), path.stat()):
-                    return
+            if not source.exists() or (path.exists() and path.samefile(source)):
+                return  # what is left of a file whose first name is gone stays
             _link(source, path)
 
 

@@ -425,8 +425,8 @@ class Dispatcher:
         end = None if run is None else run.end_with(commit)
 
         def callback(verdict: Verdict | BatchmillError) -> None:
-            if run is not None and end is not None and end.is_stored:
-                run.is_finished = True
+            if run is not None and end is not None and end.is_stored and verdict is Verdict.COUNTED:
+                run.is_finished = True  # else the transaction that stored it may have been rolled back
             is_counted = verdict in (Verdict.COUNTED, Verdict.REPEATED)
             if commit.blocks or not is_counted:
                 worker.handle.send(Ack(commit.lease, commit.seq, is_counted, commit.ref))

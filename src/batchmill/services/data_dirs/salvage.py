@@ -36,7 +36,7 @@ from batchmill.store.sql import schema as schema_version
 from batchmill.store.sql.damaged_database import DamagedDatabase, Row, in_sql, is_sound
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import files as file_table
-from batchmill.store.sql.tables import jobs, metadata, removals
+from batchmill.store.sql.tables import jobs, logged_files, metadata, removals
 from batchmill.types import SalvagedTable, SalvageReport
 from batchmill.wire.job_spec import JobSpec
 
@@ -191,8 +191,8 @@ class _Salvage:
 
     def _missing_rows(self, table: sa.Table) -> list[Row]:
         """Return the rows that the backup has and the damaged file has lost."""
-        if self._backup is None or table.name in LEDGER - {"jobs"}:
-            return []
+        if self._backup is None or table.name in LEDGER - {"jobs"} or table.name == logged_files.name:
+            return []  # what was logged then is on the disk, where another file may have its name by now
         key = [number for number, column in enumerate(table.columns) if column.primary_key]
         query = in_sql(sa.select(*table.columns))
         with contextlib.closing(sqlite3.connect(f"file:{self._backup}?mode=ro&immutable=1", uri=True)) as db:

@@ -290,7 +290,8 @@ class FileService:
 
         self._arriving.update(files_of_job.ids)
         try:
-            return await self._database.write(adopt)
+            with full_disk():
+                return await self._database.write(adopt)
         finally:
             self._arriving.difference_update(files_of_job.ids)
 
