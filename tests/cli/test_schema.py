@@ -119,7 +119,12 @@ def test_a_truncated_answer_is_not_asked_for_again(job, tmp_path):
     result, service = job(answers, "--fields", FIELDS)
     assert result.exit_code == 3 and len(service.bodies) == 2
     cut, no = read(tmp_path / "out.jsonl")
-    assert "raise max_tokens" in cut["error"] and "the model refused" in no["error"]
+    assert (
+        cut["error"].startswith("reply_truncated: ")
+        and "raise max_tokens; it is not JSON: it ends too early" in cut["error"]
+    )
+    assert no["error"].startswith("reply_refused: the model refused")
+    assert view()["errors"] == {"reply_truncated": 1, "reply_refused": 1}
 
 
 def test_fail_on_goes_first(job):

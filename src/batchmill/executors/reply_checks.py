@@ -28,7 +28,6 @@ from batchmill.wire.output_schema import VALIDATION, read_json
 from batchmill.wire.replies import (
     ASKED_AGAIN,
     FILTERED,
-    FLAWS,
     MISMATCH,
     REFUSED,
     TRUNCATED,
@@ -256,10 +255,19 @@ def _misfit_of(
     outcome: Outcome, schema: OutputSchema, text: str, problems: list[str], flaws: Sequence[str]
 ) -> _Misfit:  # fmt: skip
     row = outcome.row
-    final = [FLAWS[flaw] for flaw in flaws if flaw in FINAL]
+    final = [flaw for flaw in flaws if flaw in FINAL]
     refused = next((flaw for flaw in flaws if flaw in row.lease.job.replies.fail_on), None)
-    error = _mismatch(row, [*final, *problems]) if refused is None else error_of(refused)
+    if refused is not None:
+        error = error_of(refused)
+    elif final:
+        error = _with_reasons(error_of(final[0]), problems)
+    else:
+        error = _mismatch(row, problems)
     return _Misfit(replace(outcome, error=error), text, problems, not final and _may_ask_again(row, schema, text))
+
+
+def _with_reasons(error: RowError, problems: Sequence[str]) -> RowError:
+    return replace(error, message="; ".join([error.message, *problems])[:MESSAGE_CHARS_MAX])
 
 
 def _mismatch(row: Row, problems: Sequence[str]) -> RowError:
