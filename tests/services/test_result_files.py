@@ -153,3 +153,17 @@ async def test_results_are_stored_with_the_end_of_their_job(room):
     assert await room.files.adopt_results(view) == results
     await room.files.delete("one", results[0].id, "ada")
     assert isinstance((await room.files.adopt_results(view))[0], Removal)
+
+
+async def test_a_deleted_result_of_a_small_job_is_gone(room):
+    """Its bytes are nowhere any more, also not after a crash right behind the deletion."""
+    place = room.data_dir / "results" / f"{JOB}.results.jsonl"
+    place.parent.mkdir()
+    await room.database.write(room.log.write, place, b"secret")
+    view = await room.put_job(JobState.COMPLETED, output=str(place), rows_ok=1)
+    output, _ = await room.files.adopt_results(view)
+    await room.files.delete("one", output.id, "ada")
+    assert not place.exists() and room.left() == []
+    room.reopen()
+    async with room.log.open():
+        assert not place.exists() and room.left() == []

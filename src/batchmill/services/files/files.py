@@ -279,7 +279,7 @@ class FileService:
 
         def adopt(db: sa.Connection) -> dict[str, Result]:
             results: dict[str, Result] = dict(_find_results(db, files_of_job.ids))
-            missing = [(id_, path) for id_, path in files_of_job.missing(results) if self._is_own(view, Path(path))]
+            missing = [(id_, path) for id_, path in files_of_job.missing(results) if self._is_own(view.id, Path(path))]
             if missing and _is_final(db, view):  # otherwise a retry began: the next call adopts its results
                 for file_id, path in missing:
                     size_bytes = log.link(db, Path(path), self.home / file_id)
@@ -295,10 +295,10 @@ class FileService:
         finally:
             self._arriving.difference_update(files_of_job.ids)
 
-    def _is_own(self, view: JobView, path: Path) -> bool:
+    def _is_own(self, job_id: str, path: Path) -> bool:
         """Whether a result file is where jobs keep theirs."""
-        is_small = path.parent == self._results_home and path.name.startswith(f"{view.id}.")
-        return is_small or path.parent == self._jobs_home / view.id
+        is_small = path.parent == self._results_home and path.name.startswith(f"{job_id}.")
+        return is_small or path.parent == self._jobs_home / job_id
 
     def _adopted(self, view: JobView, file_id: str, path: str, size_bytes: int | None) -> FileRecord | Removal:
         """The record of a result file. Args: size_bytes: None: it is not there any more."""
@@ -317,7 +317,7 @@ class FileService:
         return {job: its.chosen(results) for job, its in wanted.items() if not its.missing(results)}
 
     async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
-        if not self._is_own(view, path):
+        if not self._is_own(view.id, path):
             return None
         self._arriving.add(file_id)
         try:
@@ -375,7 +375,9 @@ class FileService:
         results = await self._database.read(file_records.results_of, record.job)
         if results is not None and JobState(results.state).is_at_rest:
             home = self._jobs_home / record.job
-            copies = [path for path in map(Path, results.paths) if path.parent == home]
+            copies = [path for path in map(Path, results.paths) if self._is_own(record.job, path)]
+            if self.stored.log is not None:  # which would write them again after a crash
+                await self._database.write(self.stored.log.forget, copies)
             await self.disk.run(unlink_same, self.path(record), copies)
             linked = await self.stored.same(self.path(record), copies)
             await self.disk.run(unlink_all, linked)
