@@ -195,3 +195,18 @@ def test_what_begins_its_own_transaction_joins_the_shared_one(opened, transactio
     asyncio.run(_write_all(opened, join, lambda db: _add(db, 1001)))
     assert len(transactions) == 1
     assert asyncio.run(opened.read(_versions)) == {1000, 1001}
+
+
+def test_what_nobody_waits_for_is_seen_by_later_writes(opened, transactions):
+    """It joins the transaction of the next write, and is written by itself where there is none, as before the end."""
+
+    async def run():
+        opened.write_soon(_add, 1001)
+        assert await opened.write(_versions) == {1001}
+        joined = len(transactions)
+        opened.write_soon(_add, 1002)
+        opened._writes.flush()  # as its timer does
+        await opened.call(lambda: None)
+        return joined, await opened.read(_versions)
+
+    assert asyncio.run(run()) == (1, {1001, 1002})

@@ -190,7 +190,12 @@ class SharedTransactions:
 
     def _turn(self) -> None:
         while True:
-            self._take()
+            try:
+                self._take()
+            except BaseException:  # a bug: the next call begins another turn
+                with self._lock:
+                    self._turns -= 1
+                raise
             with self._lock:
                 if not self._waiting:
                     self._turns -= 1
