@@ -167,3 +167,13 @@ async def test_a_deleted_result_of_a_small_job_is_gone(room):
     room.reopen()
     async with room.log.open():
         assert not place.exists() and room.left() == []
+
+
+async def test_results_of_many_jobs_that_have_ended(room):
+    """What was stored with the end of a job is no longer arriving, also if there is no error file: uploads would be
+    written in smaller pieces with every job."""
+    await room.ended_job()
+    record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1, "errors_output": None}
+    await room.database.write(room.files.store_end, record)
+    room.files.ended(JOB)
+    assert room.files._arriving == set()

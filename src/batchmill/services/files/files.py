@@ -253,8 +253,8 @@ class FileService:
         names = ("id", "state", "project", "created", "finished", "generation", "output", "errors_output", "rows_ok")
         view = JobView(**{name: record[name] for name in names}, origin=origin)
         files_of_job, results = ResultFiles.of(view), {}
-        self._arriving.update(files_of_job.ids)
         for file_id, path in files_of_job.missing({}):
+            self._arriving.add(file_id)
             try:
                 size_bytes = log.link(db, Path(path), self.home / file_id)
             except OSError:
@@ -263,16 +263,21 @@ class FileService:
             _insert_result(db, results[file_id])
         faults.point("in_adoption")
         if len(self._ending) > UPLOADED_MAX:  # of transactions that failed
-            self._ending.clear()
+            for failed in list(self._ending):
+                self._end_arrival(self._ending.pop(failed, None))
         self._ending[view.id] = AdoptedResults(view.generation, view.state, files_of_job.chosen(results))
 
     def ended(self, job_id: str) -> None:
         """What `store_end` has stored is committed."""
-        if (adopted := self._ending.pop(job_id, None)) is not None:
-            self._arriving.difference_update(each.id for each in adopted.results if each is not None)
+        if (adopted := self._end_arrival(self._ending.pop(job_id, None))) is not None:
             self._adopted_lately[job_id] = adopted
             if len(self._adopted_lately) > UPLOADED_MAX:
                 self._adopted_lately.popitem(last=False)
+
+    def _end_arrival(self, adopted: AdoptedResults | None) -> AdoptedResults | None:
+        if adopted is not None:
+            self._arriving.difference_update(each.id for each in adopted.results if each is not None)
+        return adopted
 
     async def _adopt_logged(self, view: JobView, files_of_job: ResultFiles, log: FileLog) -> dict[str, Result]:
         """As `_adopt` for all files of a job, in one transaction: the log makes the links durable."""
