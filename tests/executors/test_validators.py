@@ -115,6 +115,14 @@ def schema_of(code: Path, name: str) -> OutputSchema:
     return OutputSchema("{}", validator=source, code=functions.digest(source))
 
 
+def runs(pid: str) -> bool:
+    """Whether a process has not ended; one that nobody has reaped has."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def check(validators: Validators, schema: OutputSchema, *texts: str) -> list[Checked]:
     answers = [f'{{"text": "{text}"}}'.encode() for text in texts]
     return await asyncio.gather(*(validators.checked(schema, answer) for answer in answers))
@@ -151,7 +159,8 @@ async def test_code_that_ends_its_process_harms_no_other(
 
 
 async def test_copies_of_a_process_answer_for_nobody(validators: Validators, code: Path) -> None:
-    """Code that forks is told once; a copy that leaves the group, or code that closes the pipes, holds nobody up."""
+    """Code that forks is told once; code that closes the pipes holds nobody up. A copy that leaves the group ends with
+    the process."""
     schema = schema_of(code, "Review")
     for _ in range(3):
         assert [each.problems for each in await check(validators, schema, "forks", "raises")] == [
@@ -159,15 +168,34 @@ async def test_copies_of_a_process_answer_for_nobody(validators: Validators, cod
             ["the text is of no use"],
         ]
         assert await check(validators, schema, "good", "good") == [Checked([]), Checked([])]
-    try:
-        assert await check(validators, schema, "leaves", "good") == [Checked([]), Checked([])]
-        async with asyncio.timeout(60):
-            await validators.close()
-    finally:
-        os.kill(int(code.with_name("reviews.py.pid").read_text()), signal.SIGKILL)
+    assert await check(validators, schema, "leaves", "good") == [Checked([]), Checked([])]
+    async with asyncio.timeout(60):
+        await validators.close()
+    assert not runs(code.with_name("reviews.py.pid").read_text())
     async with asyncio.timeout(60):
         closes, good = await check(validators, schema, "closes", "good")
     assert closes.is_final and "closed its pipes" in closes.problems[0] and good == Checked([])
+
+
+LYING = """
+import json, os
+data = json.dumps({"message": "x" * 5_000_000}).encode()
+for fd in range(3, 30):
+    try:
+        os.write(fd, len(data).to_bytes(4, "little") + b"\\x02")
+        for at in range(0, len(data), 4096):
+            os.write(fd, data[at:at + 4096])
+    except OSError:
+        pass
+"""
+
+
+async def test_a_refusal_is_short(validators: Validators, code: Path) -> None:
+    """Code that writes its own reply fills no record of a job or version."""
+    code.write_text(LYING)
+    with pytest.raises(ValidatorFailed) as caught:
+        await validators.checked(schema_of(code, "Review"), b"{}")
+    assert 0 < len(caught.value.message) <= 16 * 1024
 
 
 async def test_classes_of_each_kind(validators: Validators, code: Path) -> None:

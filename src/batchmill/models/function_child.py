@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +34,7 @@ from batchmill.models.runtime_process import (
     Command,
     PreparedRuntime,
     RuntimeProcess,
+    kill_marked,
     sandbox_prefix,
     start_runtime,
 )  # fmt: skip
@@ -43,8 +43,6 @@ from batchmill.models.worker_environment import environment_of, inherited
 from batchmill.types import Interface, Isolation, ModelSpec
 
 FILE = "function.mark"
-KILL_S = 5.0  # how long killed processes may take to exit
-POLL_S = 0.01
 
 
 class MarkedProcesses:
@@ -61,35 +59,13 @@ class MarkedProcesses:
     def replace(self) -> None:
         """Kill the processes of an earlier mark, and store this mark. Blocks."""
         with contextlib.suppress(FileNotFoundError):
-            _kill_marked(self._file.read_text())
+            kill_marked(self._file.read_text())
         self._file.write_text(self.mark)
 
     def kill(self) -> None:
         """Kill all processes with the mark. Blocks."""
-        _kill_marked(self.mark)
+        kill_marked(self.mark)
         self._file.unlink(missing_ok=True)
-
-
-def _kill_marked(mark: str) -> None:
-    deadline = time.monotonic() + KILL_S
-    while mark and (pids := _pids_with_mark(mark)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-
-
-def _pids_with_mark(mark: str) -> list[int]:
-    """The pids of this user's processes with the mark; none without a /proc."""
-    variable = f"{VARIABLE}={mark}".encode()
-    pids = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        try:
-            if name.isdecimal() and variable in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                pids.append(int(name))
-        except OSError:  # it has exited, or belongs to another user
-            continue
-    return pids
 
 
 LOG_BYTES_MAX = 32 * 1024 * 1024  # of one log file; there is one older file

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
@@ -28,6 +29,8 @@ from batchmill.types import Isolation
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
+KILL_S = 5.0  # how long killed processes may take to exit
+POLL_S = 0.01
 
 
 class RuntimeProcess(Struct, frozen=True, eq=False):
@@ -129,3 +132,26 @@ class PreparedRuntime:
             started.socket.close()
             started.progress.close()
             started.memory.close()
+
+
+def kill_marked(mark: str) -> None:
+    """Kill all of this user's processes with a mark. Blocks."""
+    deadline = time.monotonic() + KILL_S
+    while mark and (pids := _pids_with_mark(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _pids_with_mark(mark: str) -> list[int]:
+    """The pids of this user's processes with the mark; none without a /proc."""
+    variable = f"{VARIABLE}={mark}".encode()
+    pids = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        try:
+            if name.isdecimal() and variable in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                pids.append(int(name))
+        except OSError:  # it has exited, or belongs to another user
+            continue
+    return pids

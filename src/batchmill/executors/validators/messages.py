@@ -13,6 +13,7 @@ from batchmill.function_runtime.answers import ANSWER_S, CHECK_FRAME, FRAME, LOA
 SILENT_S = 3 * ANSWER_S  # then the process is killed: it is in code that Python cannot stop
 LOAD_S = 60.0  # to import the code
 REPLY_BYTES_MAX = 8 * 1024 * 1024
+REFUSAL_CHARS_MAX = 16 * 1024  # of what its code says of a class that cannot be used
 
 
 class LoadOrder(Struct, frozen=True):

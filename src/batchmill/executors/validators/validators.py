@@ -8,6 +8,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
+from secrets import token_hex
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +17,7 @@ from batchmill.errors import JobPaused, ModelFailed
 from batchmill.executors.validators.launch import command_of
 from batchmill.executors.validators.messages import (
     LOAD_S,
+    REFUSAL_CHARS_MAX,
     REPLY_BYTES_MAX,
     SILENT_S,
     Checked,
@@ -29,6 +31,7 @@ from batchmill.executors.validators.messages import (
 from batchmill.executors.validators.waiting_answers import WaitingAnswers
 from batchmill.function_runtime.answers import CHECKED_FRAME, FRAME, LOADED_FRAME, REFUSED_FRAME
 from batchmill.models import redaction, secrets
+from batchmill.models.runtime_process import VARIABLE, kill_marked
 from batchmill.states import PauseReason
 from batchmill.types import Isolation, OutputSchema
 
@@ -69,8 +72,9 @@ class _Waiting(Struct, frozen=True, eq=False):
 class ValidatorProcess:
     """One process with one class."""
 
-    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport) -> None:
-        self._process, self._transport = process, transport
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, mark: str) -> None:
+        """Args: mark: of it and what it starts, see `runtime_process.VARIABLE`."""
+        self._process, self._transport, self._mark = process, transport, mark
 
     @classmethod
     async def start(cls, order: LoadOrder, isolation: Isolation | None = None) -> tuple[ValidatorProcess, Loaded]:
@@ -82,20 +86,20 @@ class ValidatorProcess:
             command = await asyncio.to_thread(command_of, order, isolation)
         except ModelFailed as error:
             raise ValidatorFailed(error.message) from None
-        loop = asyncio.get_running_loop()
+        loop, mark = asyncio.get_running_loop(), token_hex(16)
         try:
             transport, protocol = await loop.subprocess_exec(
                 lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=READ_BYTES, loop=loop), *command.words,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-                env=command.environ, cwd=command.folder, process_group=0,
+                env={**command.environ, VARIABLE: mark}, cwd=command.folder, process_group=0,
             )  # fmt: skip
         except OSError as error:
             raise ValidatorFailed(f"the process of {order.source} cannot be started: {error}") from None
-        self = cls(asyncio.subprocess.Process(transport, protocol, loop), transport)
+        self = cls(asyncio.subprocess.Process(transport, protocol, loop), transport, mark)
         try:
             kind, payload = await self._ask(load_frame(order), LOAD_S)
             if kind == REFUSED_FRAME:
-                raise ValidatorFailed(msgspec.json.decode(payload, type=Refused).message)
+                raise ValidatorFailed(msgspec.json.decode(payload, type=Refused).message[:REFUSAL_CHARS_MAX])
             if kind != LOADED_FRAME:
                 raise _Died("sent what nobody asked for")
             return self, msgspec.json.decode(payload, type=Loaded)
@@ -152,11 +156,12 @@ class ValidatorProcess:
 
     async def close(self) -> None:
         """End it with all that it has started. What has left its group may hold its pipes: their ends here are closed,
-        or the process would count as running."""
+        or the process would count as running. It is known by its mark."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._transport.close()
         await self._process.wait()
+        await asyncio.to_thread(kill_marked, self._mark)
 
 
 class _Slots:
