@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchmill.executors.validators.validators import ValidatorFailed, Validator
 from batchmill.jobs.ledger import snapshot
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.functions import records
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.schema_classes import KEPT_S
 from batchmill.services.functions.versions import ModelVersions
@@ -169,6 +170,25 @@ async def test_classes_that_no_job_has_any_more(place: Place) -> None:
     rows = await place.database.read(lambda db: db.execute(model_versions.select()).mappings().all())
     (row,) = [row for row in rows if (row["name"], row["number"]) == (old.name, 1)]
     assert row["spec"] is None
+
+
+async def test_deployments_beside_each_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one removes the other leaves alone, and so it does with what the other has just used."""
+    removed, used = [(await place.deploy(n)).version for n in (1, 2)]
+    place.clock.at += KEPT_S + 1
+    real = place.database.read
+
+    async def read(function: Callable[..., Any], *args: Any) -> Any:
+        found = await real(function, *args)
+        if function is records.classes_of_jobs:
+            monkeypatch.undo()
+            await place.deploy(2)
+            await place.deploy(3)
+        return found
+
+    monkeypatch.setattr(place.database, "read", read)
+    assert (await place.deploy(4)).is_new
+    assert removed.reference not in place.named() and used.reference in place.named()
 
 
 async def test_the_quota(tmp_path: Path) -> None:

@@ -346,6 +346,8 @@ class ModelVersions:
         old = [each for each in unnamed if each.state in (READY, FAILED) and (each.finished or before) < before]
         used = await self._database.read(records.classes_of_jobs) if old else set()
         for each in old:
+            if self._function(each.name).versions.get((each.branch, each.number)) != each:
+                continue  # another deployment has removed or used it meanwhile
             if each.reference not in used and not self._locks.setdefault(each.name, asyncio.Lock()).locked():
                 with contextlib.suppress(Conflict):  # a job began to use it
                     (removed,) = await self.remove(each.name, each.branch, str(each.number))
