@@ -151,3 +151,15 @@ def test_files_appear_whole(tmp_path: Path):
         copies.finish()
     assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]
     assert path.read_bytes() == b"one"
+
+
+def test_what_a_killed_attempt_was_writing_is_removed(tmp_path: Path):
+    """Parts have names that no later attempt writes: they would stay as long as the job."""
+    folder = tmp_path / "media"
+    part = Path(path_of(str(folder), digest_of(b"one"))).with_name("0.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"on")
+    with MediaCopies(FolderCopies(folder, lambda: None)) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]

@@ -20,7 +20,7 @@ from typing import Protocol
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.format import sync_folder
 
-FOLDER = "media"  # in the folder of a job
+FOLDER, PART = "media", ".part"  # in the folder of a job; the ending of a file that is being written
 WRITES_MAX = 16  # at the same time
 WAITING_BYTES_MAX = 64 * 1024 * 1024  # of contents that are being written, and one more
 WAITING_MAX = 256  # of them
@@ -139,6 +139,8 @@ class FolderCopies:
     def __init__(self, folder: Path, check_room: Callable[[], None]) -> None:
         self._folder, self._check_room = folder, check_room
         self._unchecked = CHECKED_BYTES
+        for part in folder.glob(f"*/*{PART}"):  # of an attempt that was cut off
+            part.unlink(missing_ok=True)
 
     def has(self, digest: str, size_bytes: int) -> bool:
         try:
@@ -155,7 +157,7 @@ class FolderCopies:
             self._check_room()
         path = Path(path_of(str(self._folder), digest))
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = path.with_name(f"{uuid.uuid4().hex}.part")
+        part = path.with_name(f"{uuid.uuid4().hex}{PART}")
         try:
             with open(part, "xb", opener=_private) as file:
                 file.write(data)
