@@ -155,3 +155,21 @@ async def test_who_syncs_waits_for_a_sync_that_runs(tmp_path, database, monkeypa
     goes_on.set()
     await asyncio.gather(first, second)
     assert await logged(database) == []
+
+
+async def test_after_an_error_newer_bytes_stay(tmp_path, database, monkeypatch):
+    """A file that gets other bytes while earlier ones are written again and synced keeps the other ones."""
+    log, path, loop = FileLog(database, tmp_path), tmp_path / "a", asyncio.get_running_loop()
+    async with log.open():
+        await database.write(log.write, path, b"before")
+        log._is_uncertain = True
+        sync, others = log._sync, [b"after"]
+
+        def sync_after_another_write(found) -> None:
+            if others:
+                asyncio.run_coroutine_threadsafe(database.write(log.write, path, others.pop()), loop).result(30)
+            sync(found)
+
+        monkeypatch.setattr(log, "_sync", sync_after_another_write)
+        await log.sync()
+        assert path.read_bytes() == b"after"

@@ -33,7 +33,9 @@ BATCH_MAX = 500  # files that are synced together, and forgotten in one transact
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 # Links come last: what they link to is on the disk by then.
-_NEXT = sa.select(logged_files).order_by(logged_files.c.source.is_not(None), logged_files.c.path).limit(BATCH_MAX)
+_ORDER = logged_files.c.source.is_not(None), logged_files.c.path
+_NEXT = sa.select(logged_files.c.path, logged_files.c.number).order_by(*_ORDER).limit(BATCH_MAX)
+_WHOLE = sa.select(logged_files).where(logged_files.c.path.in_(sa.bindparam("paths", expanding=True))).order_by(*_ORDER)
 _FORGET = logged_files.delete().where(
     logged_files.c.path == sa.bindparam("of_path"), logged_files.c.number == sa.bindparam("of_number")
 )
@@ -41,12 +43,10 @@ _FORGET_ANY = logged_files.delete().where(logged_files.c.path == sa.bindparam("o
 
 
 class _Logged(Struct, frozen=True):
-    """A file as the database has it. `source`: the file that it is a link to; otherwise it has `data`."""
+    """A file of which the database has the bytes, or what it is a link to."""
 
     path: str
     number: int
-    source: str | None
-    data: bytes | None
 
 
 class FileLog:
@@ -137,6 +137,8 @@ class FileLog:
                 if not (found := await self._database.write(self._next)):
                     self._is_uncertain = False  # no file is left of which nothing is known
                     return
+                if self._is_uncertain:
+                    await self._database.write(self._restore_all, found)
                 await asyncio.to_thread(self._sync, found)
                 faults.point("after_files_synced")
                 await self._database.write(_forget, found)
@@ -147,10 +149,7 @@ class FileLog:
 
     def _next(self, db: sa.Connection) -> list[_Logged]:
         """Files to be synced. In the thread that writes them: none is missed."""
-        found = [
-            _Logged(each.path, each.number, each.source, None if each.data is None else bytes(each.data))
-            for each in db.execute(_NEXT)
-        ]
+        found = [_Logged(each.path, each.number) for each in db.execute(_NEXT)]
         self._has_some = len(found) == BATCH_MAX
         self._number = max([self._number, *(each.number for each in found)])
         return found
@@ -159,8 +158,6 @@ class FileLog:
         folders: set[Path] = set()
         for each in found:
             path = self._home / each.path
-            if self._is_uncertain and (self._is_opening or path.exists()):  # else it has been removed
-                self._restore(each, path)
             with contextlib.suppress(FileNotFoundError):  # it has been removed
                 _fsync(path)
                 folders.add(path.parent)
@@ -169,18 +166,25 @@ class FileLog:
         if len(found) < BATCH_MAX:
             self._is_uncertain = False
 
-    def _restore(self, each: _Logged, path: Path) -> None:
+    def _restore_all(self, db: sa.Connection, found: Sequence[_Logged]) -> None:
+        """Write files as the database has them now. In the thread that writes them: none is replaced meanwhile."""
+        for each in db.execute(_WHOLE, {"paths": [each.path for each in found]}):
+            path = self._home / each.path
+            if self._is_opening or path.exists():  # else it has been removed
+                self._restore(path, each.source, each.data)
+
+    def _restore(self, path: Path, source: str | None, data: bytes | None) -> None:
         """Write a file as it was. Who has it open sees the same bytes as before."""
         if not path.parent.is_dir():
             path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             sync_folder(path.parent.parent)
-        if each.data is not None:
-            _write(path, each.data)
-        elif each.source is not None:
-            source = self._home / each.source
-            if not source.exists() or (path.exists() and path.samefile(source)):
+        if data is not None:
+            _write(path, bytes(data))
+        elif source is not None:
+            first = self._home / source
+            if not first.exists() or (path.exists() and path.samefile(first)):
                 return  # what is left of a file whose first name is gone stays
-            _link(source, path)
+            _link(first, path)
 
 
 def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
