@@ -11,7 +11,7 @@ from batchmill.datasets.formats import columns_schema, detect
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InvalidDataset
-from batchmill.types import DatasetSpec
+from batchmill.types import DatasetSpec, MediaColumn
 from batchmill.wire.forms import TableForm
 
 ROWS = [openai_row("a"), openai_row("b")]
@@ -188,6 +188,20 @@ def test_csv_rows_that_are_wrong(write, sealed, home):
     assert json.loads(rows[7]) == {"a": "3", "b": "4"}
     lines = [json.loads(line) for line in (home / layout.REJECTED).read_text().splitlines()]
     assert [(line["row"], line["code"]) for line in lines] == [(p.row, p.code) for p in report.problems]
+
+
+def test_media_that_are_wrong_are_at_their_lines(write, sealed):
+    """What is found in a row of CSV after its conversion has the line of its record, in each file."""
+    one = write(b'a,img\n"x\ny",/gone\n1,2,3\n4,/gone too\n', "one.csv")
+    other = write(b"a,img\n\n1,/not there\n", "other.csv")
+    form = TableForm("{a}", media=[MediaColumn("image", "img")])
+    report = sealed(one, other, spec={"media_folder": "/"}, form=form)
+    assert [(p.code, p.path, p.line, p.row) for p in report.problems] == [
+        ("media_missing", one, 2, 0),
+        ("bad_row_width", one, 4, 1),
+        ("media_missing", one, 5, 2),
+        ("media_missing", other, 3, 3),
+    ]
 
 
 @pytest.mark.parametrize("text", [b'a\n1\n"open\n2\n3\n', b'a\n"' + b"x" * 2000 + b"\n"])

@@ -49,6 +49,7 @@ class Material(Struct, frozen=True):
     parts: list[SourcePart]
     files: list[SealedFile]
     converted: bool  # batchmill wrote the files: their bytes are not those of the sources
+    sources: list[SourceFile] = []  # that were converted
     problems: list[Problem] = []  # the first problems of rows that no converter could read
     refused: Path | None = None  # JSON lines {"row","code","message"}, one for each such row
 
@@ -157,7 +158,9 @@ def convert(
         os.fsync(rows_file.fileno())
     parts = [SourcePart(number, str(path), source, 0, start, end) for number, (source, start, end) in enumerate(spans)]
     refused = home / layout.REFUSED_EARLY if writer.refused else None
-    return Material(parts, [describe(str(path))], converted=True, problems=writer.problems, refused=refused)
+    return Material(
+        parts, [describe(str(path))], converted=True, sources=list(sources), problems=writer.problems, refused=refused
+    )
 
 
 class _RowsWriter:
@@ -236,7 +239,7 @@ class Tables:
     def __init__(self, home: Path, order: SealOrder, material: Material, size_limits: SizeLimits) -> None:
         self._home, self._size_limits = home, size_limits
         self._material = material
-        self._problems_max = order.problems_max
+        self._spec, self._problems_max = order.dataset, order.problems_max
         self._open_files = ExitStack()
         self._offsets = self._create(layout.OFFSETS)
         self._chunks = self._create(layout.CHUNKS)
@@ -309,10 +312,24 @@ class Tables:
         if self._material.refused is not None or rejections is not None:
             self._merge_rejected(rejections or iter(()))
         (self._home / layout.HASHES).unlink(missing_ok=True)
-        problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
+        problems = _first_of([self._material.problems, self._at_lines(), repeated], self._problems_max)
         seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
         layout.write_seal(self._home, seal)
         return SealReport(seal, problems, self._rejected_count, self._rejected_count)
+
+    def _at_lines(self) -> list[Problem]:
+        """The problems of rows; those of CSV, where a row was a line of what it was converted to, at its own lines."""
+        placed = self._problems
+        for source in self._material.sources:
+            rows = {each.line - 1 for each in placed if each.path == source.path}
+            if source.format != "csv" or not rows:
+                continue
+            lines = readers.load("csv").lines_of(source, self._spec, rows)
+            placed = [
+                msgspec.structs.replace(each, line=lines[each.line - 1]) if each.path == source.path else each
+                for each in placed
+            ]
+        return placed
 
     def _create(self, name: str) -> BinaryIO:
         return self._open_files.enter_context(open(self._home / name, "wb"))

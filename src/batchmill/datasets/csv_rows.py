@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import msgspec
 
@@ -49,6 +50,14 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
             if len(piece.data) >= PIECE_BYTES:
                 yield piece.take()
         yield piece.take()
+
+
+def lines_of(source: SourceFile, spec: DatasetSpec, rows: Collection[int]) -> dict[int, int]:
+    """The line on which each of these rows of a source begins. A row counts from 0, a line from 1."""
+    with _records(source, spec, lambda _: None) as records:
+        blank = [""] if len(_header(source, records)) == 1 else None
+        parsed = islice(_parse_records(source, records, blank), max(rows) + 1)
+        return {row: line for row, (line, _, _) in enumerate(parsed) if row in rows}
 
 
 class _Piece:

@@ -320,7 +320,7 @@ class TableRules:
         self._new_names: list[str] = []
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
-        if self._order.keys:
+        if self._order.keys or self._form.has_additions:  # faults are members of rows
             return None
         try:
             rows = list(map(_members, lines))
