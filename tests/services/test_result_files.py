@@ -177,3 +177,15 @@ async def test_results_of_many_jobs_that_have_ended(room):
     await room.database.write(room.files.store_end, record)
     room.files.ended(JOB)
     assert room.files._arriving == set()
+
+
+async def test_a_result_that_is_deleted_as_its_job_ends(room):
+    """It is committed and listed before its job's runner says so: whoever deletes it then has deleted it."""
+    view = await room.ended_job()
+    record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
+    await room.database.write(room.files.store_end, record)
+    listed, _ = await room.files.list("one")
+    for each in listed:
+        await room.files.delete("one", each.id, "ada")
+    room.files.ended(JOB)
+    assert all(isinstance(each, Removal) for each in await room.files.adopt_results(view))

@@ -367,6 +367,7 @@ class FileService:
                 await self._remove_copies(record)
             self._uploaded.pop(record.id, None)
             self._adopted_lately.pop(record.job or "", None)
+            self._end_arrival(self._ending.pop(record.job or "", None))
             await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
