@@ -64,6 +64,7 @@ def test_a_run_leaves_its_results_here(batchmill: Command, tmp_path):
     assert [row["custom_id"] for row in lines(tmp_path / "out.errors.jsonl")] == ["c1"]
     again = batchmill("run", "in.jsonl", "--model", "upper", "-o", "out.jsonl")
     assert again.returncode == 2 and "--overwrite" in again.stderr
+    assert "with --update: 1 row to run, 2 to take over" in again.stderr
     over = batchmill("run", "in.jsonl", "--model", "upper", "-o", "out.jsonl", "--overwrite")
     assert over.returncode == 3 and len(lines(tmp_path / "out.jsonl")) == 2
 

@@ -41,6 +41,7 @@ from batchmill.types import (
     Submitted,
 )
 from batchmill.wire.input_urls import is_input_url
+from batchmill.wire.job_spec import EXISTS
 from batchmill.wire.media import KINDS
 from batchmill.wire.native import DeployReply, Estimate, Explanation, FileInfo, ModelInfo, SealReport
 
@@ -308,7 +309,7 @@ def _check_output(order: JobOrder) -> None:
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or replace it: --update takes over what "
                 "earlier jobs have answered and runs what is new, --overwrite runs all",
-                code="output_exists",
+                code=EXISTS,
             )
         if any(os.path.realpath(path) == os.path.realpath(each) for each in order.dataset.paths):
             raise InvalidInput(f"{path} is an input: results cannot overwrite it", code="output_is_input")

@@ -11,6 +11,7 @@ from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried,
 from batchmill.wire.forms import Form
 
 NO_SAMPLE = "no_sample"  # the code of the error for rows of a sample that a job does not have
+EXISTS = "output_exists"  # the code of the error for an output that is there, and not the job's
 OUTDATED = "output_outdated"  # the code of the error for finished results of other rows, another prompt or model
 
 

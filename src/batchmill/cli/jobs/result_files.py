@@ -32,6 +32,7 @@ from batchmill.jobs.results.result_rows import (
 from batchmill.jobs.results.results import check_kind
 from batchmill.optional import require
 from batchmill.types import OutputSchema
+from batchmill.wire.job_spec import EXISTS
 from batchmill.wire.result_rows import RowShape
 
 STDOUT = "-"
@@ -138,7 +139,7 @@ def check_output(path: str, protected: Sequence[str], *, replaces: bool) -> None
         if target == Path(os.path.realpath(protected_path)) or _is_same(target, protected_path):
             raise InvalidInput(f"{path} belongs to the job itself: choose another name", code="output_is_input")
     if target.is_file() and not replaces:
-        raise InvalidInput(f"{path} exists: name another file, or replace it with --overwrite", code="output_exists")
+        raise InvalidInput(f"{path} exists: name another file, or replace it with --overwrite", code=EXISTS)
     if not target.parent.is_dir():
         raise InvalidInput(f"{path} cannot be written: {os.strerror(errno.ENOENT)}", code="invalid_output")
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,12 +31,16 @@ from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.states import PauseReason
 from batchmill.types import JobOrder, JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
-from batchmill.wire.job_spec import NO_SAMPLE, OUTDATED
+from batchmill.wire.input_urls import is_input_url
+from batchmill.wire.job_spec import EXISTS, NO_SAMPLE, OUTDATED
 from batchmill.wire.native import PRIORITY_MAX
 from batchmill.wire.replies import FLAWS
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
+
+
+PREVIEWED_BYTES_MAX = 64 * 1024 * 1024  # of an input that is uploaded to say what --update would do
 
 
 class Followed(Struct, frozen=True):
@@ -201,7 +206,7 @@ async def _submit_and_follow(session: Session, config: Config, options: dict[str
         try:
             submitted = await jobs.submit(order)
         except InvalidInput as error:
-            if error.code == OUTDATED:
+            if error.code == OUTDATED or (error.code == EXISTS and _can_ask_server(session, order)):
                 await _show_update(session, config, order)
             raise
         if submitted.how == "joined" and await _waited_for_sample(session, jobs, submitted, order):
@@ -224,6 +229,14 @@ async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Subm
     finally:
         display.close()
     return followed.view.reason == PauseReason.SAMPLED and not followed.was_interrupted
+
+
+def _can_ask_server(session: Session, order: JobOrder) -> bool:
+    """Whether what --update would do can be asked of a server: its input is uploaded for that."""
+    if session.server_url is None:
+        return False
+    paths = [Path(path) for path in order.dataset.paths if not is_input_url(path)]
+    return sum(path.stat().st_size for path in paths) <= PREVIEWED_BYTES_MAX
 
 
 async def _show_update(session: Session, config: Config, order: JobOrder) -> None:

@@ -53,7 +53,7 @@ from batchmill.wire.forms import (
     TableForm,
 )
 from batchmill.wire.input_urls import is_fetched, is_input_url
-from batchmill.wire.job_spec import OUTDATED, JobSpec
+from batchmill.wire.job_spec import EXISTS, OUTDATED, JobSpec
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
 from batchmill.wire.replies import FLAWS
 
@@ -522,5 +522,5 @@ def _refuse_existing_output(output: str, form: Form) -> None:
         if result_exists(path):
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",
-                code="output_exists",
+                code=EXISTS,
             )

@@ -33,6 +33,7 @@ from batchmill.jobs.ledger.files import MANIFEST_NAME, PartFile, full_disk_named
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.owner_clock import check_file
 from batchmill.store.segments.format import sync_folder
+from batchmill.wire.job_spec import EXISTS
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
@@ -339,7 +340,7 @@ def decode_manifest(data: bytes, output: str) -> PartManifest:
     except msgspec.DecodeError as error:
         raise InvalidInput(
             f"{output}{MANIFEST_NAME} is not a manifest of batchmill ({error}): choose another output, or remove it",
-            code="output_exists",
+            code=EXISTS,
         ) from None
 
 
