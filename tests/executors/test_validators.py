@@ -270,8 +270,13 @@ async def test_what_is_no_class(name: str, words: str, code: Path) -> None:
 
 
 async def test_code_that_cannot_be_loaded(tmp_path: Path) -> None:
-    """It raises, ends its process, or is not there."""
-    for text, words in (("1/0", "ZeroDivisionError"), ("import os; os._exit(4)", "ended by exit 4")):
+    """It raises, ends its process, takes all memory, or is not there."""
+    cases = (
+        ("1/0", "ZeroDivisionError"),
+        ("import os; os._exit(4)", "ended by exit 4"),
+        ("bytearray(3 << 30)", "MemoryError"),
+    )
+    for text, words in cases:
         path = tmp_path / "bad.py"
         path.write_text(text)
         with pytest.raises(InvalidInput, match=words):

@@ -25,6 +25,7 @@ from .loading import LoadError, find_attribute, text_of
 LOAD_FRAME, LOADED_FRAME, REFUSED_FRAME, CHECK_FRAME, CHECKED_FRAME = range(5)
 FRAME = struct.Struct("<IB")
 ANSWER_S = 1.0  # one answer may take so long
+LOAD_BYTES = 2 * 1024 * 1024 * 1024  # of memory that loading the class may take
 MEMORY_BYTES = 512 * 1024 * 1024  # beyond what the process has once the class is loaded
 FLUSH_S = 0.05  # between two replies
 PROBLEMS_MAX, PROBLEM_CHARS_MAX = 5, 300
@@ -48,11 +49,13 @@ def _load(source, folder):
         raise NoSchema(f"{source} has no JSON Schema: {text_of(error)}") from None
 
 
-def _confine():
-    """Bound the memory of the code that is loaded now."""
+def _confine(more):
+    """Bound the memory of the code from now on: `more` bytes than now."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES,) * 2)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = used + more if most == resource.RLIM_INFINITY else min(used + more, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -104,13 +107,14 @@ def _serve(orders, results):
             return
         if kind == LOAD_FRAME:
             order = json.loads(payload)
+            _confine(LOAD_BYTES)
             try:
                 loaded, check = _load(order["source"], order["folder"])
             except (LoadError, NoSchema) as error:
                 _write(results, REFUSED_FRAME, {"message": str(error)})
                 continue
             _write(results, LOADED_FRAME, loaded)
-            _confine()
+            _confine(MEMORY_BYTES)
         elif kind == CHECK_FRAME and check is not None:
             _check_all(check, payload, results)
 
