@@ -59,7 +59,7 @@ ON_BOTH = (
     "services/test_quotas.py",
     "services/test_repeats.py",
     "services/test_result_files.py",
-    "services/test_schema_classes.py",
+    "services/test_deployed_schemas.py",
     "services/test_uploads.py",
     "services/test_vault.py",
     "services/test_webhooks.py",

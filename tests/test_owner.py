@@ -18,6 +18,7 @@ from batchmill.client.messages import HttpRequest
 from batchmill.config import Config, load
 from batchmill.connection import connect
 from batchmill.control.operations import PING
+from batchmill.errors import StorageFailed
 from batchmill.owner import open_owner, open_store
 from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.serving import serve
@@ -115,7 +116,7 @@ async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Ope
     while fails:
         number += 1
         step = FailingStep(Opening(opens, config), number, error)
-        with contextlib.suppress(Fault, asyncio.CancelledError):
+        with contextlib.suppress(Fault, StorageFailed, asyncio.CancelledError):
             await step
         fails = step.has_failed
         async with asyncio.timeout(10):

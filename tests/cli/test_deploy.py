@@ -89,7 +89,7 @@ def test_options_become_an_order(call, models, place):
         "workers": 2, "gpus": 1, "memory_bytes": 512_000_000, "timeout_s": 90.0, "batch_size": 8,
         "batch_window_s": 0.005, "frame_columns": ["a", "b"], "is_idempotent": True, "is_deterministic": False,
         "received_shapes": True,
-        "examples": [{"foo": 1}, [1], [2]], "has_samples": False, "is_shared": False,
+        "examples": [{"foo": 1}, [1], [2]], "has_samples": False, "is_shared": False, "kind": "model",
     }  # fmt: skip
     assert "f@main/3 is ready" in result.output
 

@@ -72,7 +72,7 @@ def test_a_run_accounts_for_every_row(work, tmp_path):
     assert "1  ValueError: seven" in out and f"results   {tmp_path}/out.jsonl" in out
     assert outputs(tmp_path / "out.jsonl") == [None if n == 7 else n * 2 for n in range(ROWS)]
     code, _, err = end(work(*command))
-    assert code == 3 and "is finished already; --overwrite runs it again" in err
+    assert code == 3 and "runs its failed rows, --overwrite runs it again" in err
 
 
 def test_each_worker_has_gpus_of_its_own(work, tmp_path, monkeypatch):

@@ -26,9 +26,9 @@ def test_rows_go_to_the_model_that_their_cell_names(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert wrong.exit_code == 2
     for text in (
-        "1: unknown_model: the column 'which' names 'three'; this job has one, s-one, ",
-        "2: unknown_model: the column 'lora' names 'x'; this job has no adapters",
-        "3: wrong_adapter: the column 'lora' names 'two', which is a model and no adapter; this job has no adapters",
+        "2: unknown_model: the column 'which' names 'three'; this job has one, s-one, ",
+        "3: unknown_model: the column 'lora' names 'x'; this job has no adapters",
+        "4: wrong_adapter: the column 'lora' names 'two', which is a model and no adapter; this job has no adapters",
     ):
         assert f"wrong.csv:{text}" in wrong.output, wrong.output
     with (tmp_path / "out.csv").open() as file:

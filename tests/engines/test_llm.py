@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 from blake3 import blake3
@@ -254,13 +255,13 @@ def test_one_cause_has_one_code(said, code):
 
 async def test_calls_with_contents_of_files_have_few_bytes_together(start, fake, monkeypatch, tmp_path):
     """However many may be in flight: the others wait without their bodies, and a row without its file fails alone."""
-    monkeypatch.setattr(flow, "HELD_BYTES_MAX", 3000)
+    monkeypatch.setattr(flow, "RowMedia", partial(flow.RowMedia, bytes_max=3000))
     most, take = 0, flow.Flow._add
 
     def add(self, read):
         nonlocal most
         take(self, read)
-        most = max(most, self._held_bytes())
+        most = max(most, self._media_bytes())
 
     monkeypatch.setattr(flow.Flow, "_add", add)
     data = b"\x89PNG\r\n\x1a\n" + b"x" * 1000

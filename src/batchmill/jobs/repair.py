@@ -117,15 +117,19 @@ class _Rebuild:
         """Keep every valid committed block; a commit that is complete keeps its range and its cost."""
         total, done = sum(commit.length for commit in self._before.commits), 0
         for commit in self._before.commits:
-            kept = [block for block in self._read_commit(commit) if self._take(block, "counted")]
-            if sum(block.length for block in kept) == commit.length:
-                ok = sum(block.n for block in kept if block.ok)
-                failed = sum(block.n for block in kept if not block.ok)
+            kept: list[tuple[Block, Usage]] = []
+            for block in self._read_commit(commit):
+                usage = self._misfits.usage_of(block)
+                if self._take(block, "counted"):
+                    kept.append((block, usage))
+            if sum(block.length for block, _ in kept) == commit.length:
+                ok = sum(block.n for block, _ in kept if block.ok)
+                failed = sum(block.n for block, _ in kept if not block.ok)
                 whole = msgspec.structs.replace(commit, rows_ok=ok, rows_failed=failed)
                 self._count(whole, commit.generation, commit.shard)
             else:
-                for block in kept:
-                    self._count_block(block)
+                for block, usage in kept:
+                    self._count_block(block, usage)
             done += commit.length
             progress(done / total)
 

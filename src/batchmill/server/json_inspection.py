@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable
 
 from batchmill.children.bounds import MIB, ResourceLimits
@@ -20,8 +21,8 @@ VALUES_MAX = 50_000  # of a body that the handler decodes whole
 HANDED_ON_VALUES_MAX = 1_000_000  # of a body that is forwarded as bytes, and of which a few members are decoded
 PIECE_BYTES = MIB  # scanned before other tasks get their turn
 BOUNDS = ResourceLimits(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
-_strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # stops at an unterminated string
+# A possessive repetition of alternatives that may fail midway matches too little before Python 3.11.5.
+_strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 _MARKS = (b",", b"[", b"{")
 LONG_DIGITS = 64
 SLOW_VALUES = 100  # a slow number counts as this many values: it takes 10 µs, other values 10 to 50 ns
@@ -73,5 +74,6 @@ def count(order: bytes, progress: Progress) -> bytes:
 
 def _end_outside(piece: bytes) -> int:
     """Return where an unterminated string begins at the end of a piece; without one, the length of the piece."""
-    match = _WHOLE.match(piece)
-    return match.end() if match else 0
+    for last in deque(_strings.finditer(piece), maxlen=1):
+        return len(piece) if last[1] else last.start()
+    return len(piece)
