@@ -10,6 +10,7 @@ import pytest
 from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, chat_row
 from llm_support import FakeVllm
 
+from batchmill.engines.llm import request_bounds
 from batchmill.engines.llm.engine import LlmEngine
 from batchmill.engines.llm.request_bounds import RequestLimits, check_grammar, check_pattern
 from batchmill.errors import InvalidInput, InvalidRow
@@ -230,3 +231,12 @@ async def test_nothing_of_it_reaches_the_engine(tmp_path):
     errors = {outcome.row.number: outcome.error and outcome.error.code for outcome in sink.outcomes}
     assert (refused.value.code, errors) == ("structured_output_too_large", {0: refused.value.code, 1: None})
     assert [call["body"]["messages"][0]["content"] for call in fake.calls()] == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"), [("a{:b", []), ('a["x:b', []), ("a{x}: b", ["a{x}:"]), ("a: b ~3 .. c", ["a:"])]
+)
+def test_what_looks_like_a_rule(text, rules):
+    """A template that is not closed is none, in every version of Python."""
+    for syntax in request_bounds._SYNTAXES:
+        assert [match[0] for match in syntax.finditer(text) if match.lastgroup == "rule"] == rules

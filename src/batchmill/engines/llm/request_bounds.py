@@ -30,7 +30,8 @@ RULE_DEPTH_MAX = 128
 COUNT_DIGITS_MAX = 9
 CODE, BAD = "structured_output_too_large", "invalid_field"
 
-# These expressions never backtrack, and an unclosed token ends with its line, so matching takes linear time.
+# These expressions hardly backtrack, and an unclosed token ends with its line, so matching takes linear time. What may
+# fail midway is not repeated possessively: before Python 3.11.5 that matches what it should not.
 _COUNT = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 _ESCAPE = re.compile(r"\\(?:[pPuxN]\{[^}]{0,100}+\}|.)", re.DOTALL)
 _CLASS = re.compile(r"\[\^?+\]?(?:\\.|[^\]\\])*+\]", re.DOTALL)
@@ -38,10 +39,10 @@ _TOKENS = r"""(?P<comment>\#[^\n]*+|//[^\n]*+)
     |(?P<text>"(?:\\.|[^"\\\n])*+"?+|'(?:\\.|[^'\\\n])*+'?+)
     |(?P<regex>/(?![/*\s])(?:\\.|[^/\\\n])++/?+[a-z]*+)
     |(?P<rule>[?!]?+[A-Za-z_][\w.-]*+
-        (?:\{[^}\n]{0,200}+\}|\[(?:"(?:\\.|[^"\\\n])*+"|\s++|[^\]"\s]){0,200}+\])?+\s*+(?:::=|:(?![:=])))
+        (?:\{[^}\n]{0,200}+\}|\[(?:"(?:\\.|[^"\\\n])*+"|\s++|[^\]"\s]){0,200}\]|)\s*+(?:::=|:(?![:=])))
     |(?P<directive>%\w++)
     |(?P<name>[A-Za-z_][\w.-]*+)
-    |(?P<count>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\}|~\s*+\d++(?:\s*+\.\.\s*+\d++)?+)"""
+    |(?P<count>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\}|~\s*+\d++(?:\s*+\.\.\s*+\d++|))"""
 # `[` begins a character class in EBNF, and an optional part in Lark.
 _SYNTAXES = (
     re.compile(r"(?P<class>\[\^?+\]?+(?:\\.|[^\]\\\n])*+\]?+)|(?P<open>\()|(?P<close>\))|" + _TOKENS, re.X | re.DOTALL),
