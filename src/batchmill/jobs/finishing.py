@@ -18,7 +18,7 @@ from batchmill.store.file_log import FileLog
 
 
 class EndListener(Protocol):
-    """Whoever stores something with the end of a short job."""
+    """Stores something of its own with the end of a short job."""
 
     def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
         """Within the transaction, which may be repeated or fail. In the thread that writes the database."""

@@ -258,7 +258,7 @@ class FileService:
             try:
                 size_bytes = log.link(db, Path(path), self.home / file_id)
             except OSError:
-                return  # whoever asks for the results has them adopted, or learns why they cannot be
+                return  # a request for the results adopts them, or says why they cannot be
             results[file_id] = self._adopted(view, file_id, path, size_bytes)
             _insert_result(db, results[file_id])
         faults.point("in_adoption")

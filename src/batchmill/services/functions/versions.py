@@ -297,7 +297,7 @@ class ModelVersions:
         return ready
 
     async def _record_failure(self, version: ModelVersion, error: BaseException) -> None:
-        if is_unnamed(version.name):  # who sent it has heard why, and nobody finds it by its name
+        if is_unnamed(version.name):  # the reply said why, and it has no name to be found by
             removed = replace(version, state=REMOVED, source="")
             await self._database.write(records.remove, [removed], [], [])
             await self._database.write(records.forget, removed)
