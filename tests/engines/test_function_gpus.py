@@ -104,20 +104,22 @@ async def test_a_stream_that_loses_the_gpu_ends_with_its_error(tmp_path: Path) -
         assert await answers.value({"n": 7}) == [14]
 
 
+def out_of_memory_if(condition: str, sizes: Path, kind: str) -> str:
+    """A batched function that notes the size of each call, and runs out of memory on a condition of its rows `n`."""
+    return f"""{DRIVER}
+@batchmill.batched(64)
+{kind}def f(n):
+    with open({str(sizes)!r}, "a") as file: file.write(f"{{len(n)}}\\n")
+    if {condition}: raise OutOfMemoryError("CUDA out of memory")
+    return n
+"""
+
+
 @pytest.mark.parametrize("kind", ["", "async "])
 async def test_batches_that_do_not_fit_in_memory_become_smaller(tmp_path: Path, kind: str) -> None:
     """A batch that runs out of memory is called in halves, and later batches have the size that did fit."""
     sizes = tmp_path / "sizes"
-    text = (
-        DRIVER
-        + f"""
-@batchmill.batched(64)
-{kind}def f(n):
-    with open({str(sizes)!r}, "a") as file: file.write(f"{{len(n)}}\\n")
-    if len(n) > 20: raise OutOfMemoryError("CUDA out of memory")
-    return n
-"""
-    )
+    text = out_of_memory_if("len(n) > 20", sizes, kind)
     async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
         outcomes = await outcomes_of(engine, table_rows(*[{"n": n} for n in range(1000)]))
         assert [json.loads(each.body) for each in outcomes] == list(range(1000))
@@ -131,16 +133,7 @@ async def test_batches_that_do_not_fit_in_memory_become_smaller(tmp_path: Path, 
 async def test_a_row_that_does_not_fit_in_memory_fails_alone(tmp_path: Path, kind: str) -> None:
     """Its error is the exception; the process goes on, and later batches are as large as before."""
     sizes = tmp_path / "sizes"
-    text = (
-        DRIVER
-        + f"""
-@batchmill.batched(64)
-{kind}def f(n):
-    with open({str(sizes)!r}, "a") as file: file.write(f"{{len(n)}}\\n")
-    if 41 in n: raise OutOfMemoryError("CUDA out of memory")
-    return n
-"""
-    )
+    text = out_of_memory_if("41 in n", sizes, kind)
     async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
         outcomes = await outcomes_of(engine, table_rows(*[{"n": n} for n in range(2000)]))
         errors = {each.row.number: each.error for each in outcomes if each.error is not None}

@@ -41,7 +41,7 @@ def refused(source: str, error: Forbidden) -> Forbidden:
     """Why a key may not bring code, and the way out."""
     return Forbidden(
         f"the validators of {source} are Python, which this key may not bring to the server ({error.message}): use a "
-        "key with the scope deploy; or have somebody deploy the class once (`batchmill deploy FILE.py:CLASS --schema "
+        "key with the scope deploy; or deploy the class once with such a key (`batchmill deploy FILE.py:CLASS --schema "
         "--name NAME`) and name it as the validator NAME; or give the JSON Schema of the class alone",
         code=error.code,
     )
