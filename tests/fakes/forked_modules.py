@@ -177,8 +177,13 @@ def fork_in_session(fork: Callable[[], int], request: dict[str, Any]) -> int:
     return pid
 
 
-def start_forker(environ: dict[str, str]) -> None:
-    """Have this process, which is to be a command of batchmill, start its modules as forks. It has one thread yet."""
+def start_forker(request: dict[str, Any], fds: list[int]) -> None:
+    """Have this process, which is to be the command of a request, start its modules as forks. It has one thread yet.
+
+    The forker ends a moment after its command. It has neither the command's environment nor its arguments, so that
+    a test that looks for what a command has left does not find it.
+    """
+    environ = request["environ"]
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -187,6 +192,7 @@ def start_forker(environ: dict[str, str]) -> None:
         finally:
             os._exit(0)
     theirs.close()
+    ours = _move_above(ours, max(*request["fds"], *fds))  # the command will have descriptors of these numbers
     lock = threading.Lock()
 
     def start(request: dict[str, Any], fds: list[int]) -> int:
@@ -256,12 +262,12 @@ def become_module(request: dict[str, Any], fds: list[int]) -> NoReturn:
         for which, limits in request["limits"].items():
             if resource.getrlimit(which) != limits:
                 resource.setrlimit(which, limits)
+        if request["module"] in SERVERS:
+            start_forker(request, fds)
         become(request, fds)
         sys.path.pop(0)  # -P: neither the folder nor the script's
         if os.environ.get("PYTHONPATH") == TESTS:
             sys.path.insert(0, TESTS)
-        if request["module"] in SERVERS:
-            start_forker(request["environ"])
         sys.argv[1:] = request["argv"]
         _show([sys.executable, "-P", "-m", request["module"], *request["argv"]])
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # that it has been imported
@@ -325,10 +331,15 @@ def take_fds(numbers: list[int], fds: list[int]) -> None:
         os.close(fd)
 
 
+def _move_above(end: socket.socket, number: int) -> socket.socket:
+    with end:
+        return socket.socket(fileno=_duplicate_above(end.fileno(), number + 1))
+
+
 def _duplicate_above(fd: int, least: int) -> int:
     import fcntl
 
-    return fcntl.fcntl(fd, fcntl.F_DUPFD, least)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
 
 
 def _open(fd: int, mode: str, *, sys_errors: str) -> io.TextIOWrapper:

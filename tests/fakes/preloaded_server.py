@@ -153,9 +153,9 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
     status = 70
     try:
         ctypes.CDLL(None).prctl(forked.PR_SET_PDEATHSIG, signal.SIGKILL)
-        forked.become(request, fds)
         if not RUNNERS.isdisjoint(request["argv"]):
-            forked.start_forker(request["environ"])
+            forked.start_forker(request, fds)
+        forked.become(request, fds)
         sys.argv = request["argv"]
         sys.path[0] = request["path"]
         from batchmill.cli.main import main as command
