@@ -45,6 +45,7 @@ ON_BOTH = (
     "jobs/test_recovery_audit.py",
     "jobs/test_recovery_rebuild.py",
     "jobs/test_retention.py",
+    "jobs/test_reuse_of_short_jobs.py",
     "jobs/test_shard_notes.py",
     "jobs/test_short_jobs.py",
     "jobs/test_submissions.py",

@@ -1,6 +1,6 @@
 """EarlierJobs: the jobs whose results rows may take over, and whether a project's rows do.
 
-Only jobs of the same project are looked at: ended ones that still have their segments, from the newest on.
+Only ended jobs of the same project are looked at, from the newest on: those that have their segments, or an index.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -59,6 +60,7 @@ COPIED_ROWS_MAX = 4 * 1024 * 1024
 CHILD_ROWS = 256 * 1024  # of a job with fewer rows for each, fewer children look them up
 CHILDREN_MAX = 4  # for one lookup
 FORGOTTEN_MAX = 500  # jobs of one query, and of a sweep of what is in an object store alone
+RANKS_S = 600.0  # how long it is known which jobs are the newest: one sweep asks of many
 MORE_JOBS = "only the newest {:,} ended jobs were looked at, and there are more: see projects.{}.reuse_jobs_max"
 log = logging.getLogger("batchmill.owner")
 
@@ -75,6 +77,7 @@ class EarlierJobs:
     def __init__(self, space: Space, ledger: Ledger, clock: Clock, offload: Offload, scratch: Scratch) -> None:
         self._data_dir, self._stored, self._projects = space.data_dir, space.stored, space.projects
         self._ledger, self._clock, self._offload, self._scratch = ledger, clock, offload, scratch
+        self._oldest: dict[str, tuple[float, float]] = {}  # project -> until when that is known, and `_oldest_of`
 
     async def count(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
         """How many of the rows of a sealed and planned dataset would take over a result."""
@@ -158,6 +161,15 @@ class EarlierJobs:
 
     def _since(self, spec: JobSpec) -> float:
         return self._clock.now() - self._projects.get(spec.project, ProjectEntry()).reuse_age_s
+
+    async def _oldest_of(self, project: str) -> float:
+        """When the oldest of the jobs that lookups of a project look at has ended; minus infinity: they look at all."""
+        now, entry = self._clock.now(), self._projects.get(project, ProjectEntry())
+        until, oldest = self._oldest.get(project, (-math.inf, 0.0))
+        if until <= now:
+            oldest = await self._ledger.database.read(_oldest_ended, project, entry.reuse_jobs_max)
+            self._oldest[project] = now + RANKS_S, oldest
+        return oldest
 
     @asynccontextmanager
     async def _use(self, spec: JobSpec, dataset: Path) -> AsyncIterator[tuple[list[EarlierJob], str]]:
@@ -275,15 +287,20 @@ class EarlierJobs:
     async def keep(self, record: sa.RowMapping) -> None:
         """Called before the segments of an ended job are removed: what later jobs may take over stays, indexed.
 
-        Published lines on this machine stay where they are. Of other results, what rows may take over is copied.
+        Published lines on this machine stay where they are. Of other results, what rows may take over is copied. Of
+        small jobs, which may be very many, only those that lookups still look at are kept.
         """
         spec, files = read_spec(record["spec"]), JobFiles(self._data_dir, record["id"])
         is_wanted = stays_reusable(spec) or (files.reuse / INDEX).exists()
-        if not is_wanted or spec.is_small or not record["rows_ok"] or record["finished"] < self._since(spec):
+        if not is_wanted or not record["rows_ok"] or record["finished"] < self._since(spec):
+            return
+        if await self._ledger.database.read(_has_deleted_results, spec.id):
+            return
+        if spec.is_small:
+            if record["finished"] >= await self._oldest_of(spec.project):
+                await self._has_small_index(record, spec, files)
             return
         async with AsyncExitStack() as stack:
-            if await self._ledger.database.read(_has_deleted_results, spec.id):
-                return
             if self._stored.is_elsewhere and not await self._brought(record, files, stack):
                 return
             generation, finished = record["generation"], record["finished"]
@@ -299,7 +316,10 @@ class EarlierJobs:
             await self._stored.publish(files.reuse)
 
     async def forget(self) -> None:
-        """Remove what is kept of results that are too old to be taken over, or that were deleted."""
+        """Remove what is kept of results that are too old to be taken over, or that were deleted; of small jobs, also
+        of those that no lookup looks at any more.
+        """
+        self._oldest.clear()
         ages = [ProjectEntry().reuse_age_s, *(entry.reuse_age_s for entry in self._projects.values())]
         now = self._clock.now()
         homes = await asyncio.to_thread(lambda: list((self._data_dir / "jobs").glob(f"*/{REUSE}")))
@@ -310,12 +330,19 @@ class EarlierJobs:
             homes = [*{*homes, *[home for home in old if await self._stored.holds(home)]}]
         for first in range(0, len(homes), FORGOTTEN_MAX):
             some = {home.parent.name: home for home in homes[first : first + FORGOTTEN_MAX]}
-            for record in await self._ledger.database.read(_maybe_old, list(some), now - min(ages)):
-                age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
-                if record["is_deleted"] or record["finished"] < now - age_s:
+            projects = await self._ledger.database.read(_projects, list(some))
+            oldest = {project: await self._oldest_of(project) for project in projects}
+            before = max([now - min(ages), *oldest.values()])
+            for record in await self._ledger.database.read(_maybe_old, list(some), before):
+                if record["is_deleted"] or self._is_old(record, oldest[record["project"]]):
                     await self._ledger.database.write(_forget, record)
                     await self._stored.remove(some[record["id"]])
                     await asyncio.to_thread(_remove_index, some[record["id"]])
+
+    def _is_old(self, record: sa.RowMapping, oldest: float) -> bool:
+        age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
+        is_beyond = record["finished"] < oldest and read_spec(record["spec"]).is_small
+        return is_beyond or record["finished"] < self._clock.now() - age_s
 
 
 def _children_for(dataset: Path) -> int:
@@ -334,6 +361,9 @@ def _has_lines(output: str | None) -> bool:
 _HAS_DELETED_RESULTS = sa.exists().where(
     removals.c.job == jobs.c.id, removals.c.id.startswith(FILE_PREFIX), removals.c.by != ELSEWHERE
 )
+
+
+_HAS_RESULTS = jobs.c.state.in_(ENDED), jobs.c.rows_ok > 0, ~_HAS_DELETED_RESULTS
 
 
 def _remove_index(home: Path) -> None:
@@ -359,6 +389,10 @@ def _maybe_old(db: sa.Connection, job_ids: Sequence[str], before: float) -> Sequ
     return db.execute(query).mappings().all()
 
 
+def _projects(db: sa.Connection, job_ids: Sequence[str]) -> Sequence[str]:
+    return db.execute(sa.select(jobs.c.project).where(jobs.c.id.in_(job_ids)).distinct()).scalars().all()
+
+
 def _old(db: sa.Connection, before: float) -> Sequence[str]:
     """The last jobs that ended before: what was kept of earlier ones was removed in earlier calls."""
     query = sa.select(jobs.c.id).where(jobs.c.state.in_(ENDED), jobs.c.finished < before)
@@ -376,7 +410,13 @@ def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Seq
     """Jobs of the same project that have results, none of which was deleted or has expired, the newest first."""
     names = ("id", "spec", "generation", "rows", "finished", "compacted", "output")
     query = sa.select(*(jobs.c[name] for name in names)).where(
-        jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.state.in_(ENDED), jobs.c.finished >= since,
-        jobs.c.rows_ok > 0, ~_HAS_DELETED_RESULTS,
-    )  # fmt: skip
+        jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.finished >= since, *_HAS_RESULTS
+    )
     return db.execute(query.order_by(jobs.c.finished.desc()).limit(jobs_max)).mappings().all()
+
+
+def _oldest_ended(db: sa.Connection, project: str, jobs_max: int) -> float:
+    """When the oldest of so many of those jobs has ended; minus infinity if there are fewer."""
+    query = sa.select(jobs.c.finished).where(jobs.c.project == project, *_HAS_RESULTS)
+    oldest = db.execute(query.order_by(jobs.c.finished.desc()).limit(1).offset(jobs_max - 1)).scalar()
+    return -math.inf if oldest is None else oldest

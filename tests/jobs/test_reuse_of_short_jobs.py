@@ -1,0 +1,139 @@
+"""Results of a server's short jobs stay reusable once retention has removed what a retry needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fakes.answering_service import AnsweringService, choice
+from fakes.databases import open_ledger
+from fakes.job_service import end_of, job_service
+
+from batchmill.config.entries import ProjectEntry, RetentionEntry
+from batchmill.engines.clock import SystemClock
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.service import JobService
+from batchmill.store.sql.tables import outcome_blocks, packed_jobs
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+
+NONE, ALL = Policy(reuse="none"), Policy(reuse="all")
+
+
+@pytest.fixture
+async def chat(monkeypatch) -> AsyncIterator[AnsweringService]:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    async with AnsweringService(lambda body: choice(body["messages"][-1]["content"])) as fake:
+        yield fake
+
+
+@pytest.fixture
+async def projects() -> dict[str, ProjectEntry]:
+    return {"default": ProjectEntry()}
+
+
+@pytest.fixture
+async def service(tmp_path, projects) -> AsyncIterator[JobService]:
+    """A service whose jobs keep only their results after the first sweep."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    opened = job_service(
+        data, open_ledger(data / "batchmill.db"), LocalExecutor(data / "workers"), SystemClock(), projects=projects,
+        retention=RetentionEntry(intermediate_s=0.0, retry_s=0.0),
+    )  # fmt: skip
+    await opened.recover()
+    yield opened
+    await opened.close(at_once=True)
+
+
+def written(folder: Path, texts: list[str]) -> Path:
+    path = folder / f"{'-'.join(texts)}.jsonl"
+    path.write_text("".join(json.dumps(asking(text)) + "\n" for text in texts))
+    return path
+
+
+def asking(text: str) -> dict:
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+async def asked(service: JobService, chat: AnsweringService, path: Path, policy: Policy = NONE) -> JobView:
+    """A short job of a server that has completed."""
+    model = ModelSpec("m", "http", "m", base_url=chat.url, api_key="env:OPENAI_API_KEY", allowed=["m"])
+    return await ended(service, model, path, policy)
+
+
+async def ended(service: JobService, model: ModelSpec, path: Path, policy: Policy) -> JobView:
+    order = JobOrder(
+        DatasetSpec([str(path)], format="openai"), [model], origin={"frontend": "openai"}, policy=policy,
+        default_model=False,
+    )  # fmt: skip
+    view = await end_of(service, (await service.submit(order)).id)
+    assert view.state == "completed", view
+    return view
+
+
+async def is_dropped(service: JobService) -> bool:
+    """Whether the database holds no datasets and outcomes any more."""
+    tables = packed_jobs, outcome_blocks
+    found = await service._ledger.database.read(lambda db: [db.execute(each.select()).first() for each in tables])
+    return found == [None, None]
+
+
+def index_of(service: JobService, view: JobView, folder: Path) -> Path:
+    return JobFiles(folder / "data", view.id).reuse / "index.json"
+
+
+async def test_they_are_found_after_retention(service, chat, tmp_path):
+    """Nobody looked before: retention indexes the answers, and the input may go. What is removed leaves nothing."""
+    path = written(tmp_path, ["a", "b"])
+    first = await asked(service, chat, path)
+    assert not index_of(service, first, tmp_path).exists()
+    await service.retention.sweep()
+    assert await is_dropped(service)
+    path.unlink()
+    again = await asked(service, chat, written(tmp_path, ["a", "b", "c"]), ALL)
+    assert (again.rows_reused, len(chat.bodies)) == (2, 3)
+    assert b"reused_from" in Path(again.output).read_bytes()
+    for view in (first, again):
+        await service.remove(view.id)
+        assert not (tmp_path / "data" / "jobs" / view.id).exists()
+
+
+async def test_own_functions_are_not_kept(service, tmp_path):
+    """What a function of one's own returned is not indexed, as of any other job."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"custom_id":"r","method":"POST","url":"/v1/x","body":{"model":"double","n":1}}\n')
+    model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double", allowed=["double"])
+    view = await ended(service, model, path, NONE)
+    await service.retention.sweep()
+    assert await is_dropped(service) and not index_of(service, view, tmp_path).exists()
+
+
+async def test_only_those_that_are_looked_at_are_kept(service, projects, chat, tmp_path):
+    """Jobs beyond the newest `reuse_jobs_max` get no index, and lose the one that they have."""
+    projects["default"] = ProjectEntry(reuse_jobs_max=2)
+    views = [await asked(service, chat, written(tmp_path, [text])) for text in "abc"]
+    await service.retention.sweep()
+    assert [index_of(service, view, tmp_path).exists() for view in views] == [False, True, True]
+    again = await asked(service, chat, written(tmp_path, ["b", "c"]), ALL)
+    assert again.rows_reused == 2
+    await service.retention.sweep()
+    assert [index_of(service, view, tmp_path).exists() for view in (*views, again)] == [False, False, True, True]
+    assert not (tmp_path / "data" / "jobs" / views[1].id).exists()
+
+
+async def test_one_whose_input_is_gone_is_left_out(service, chat, tmp_path):
+    """Its requests are not known any more: retention goes on with the others."""
+    for text in "ab":
+        path = written(tmp_path, [text])
+        await asked(service, chat, path)
+        if text == "a":
+            path.unlink()
+    await service.retention.sweep()
+    assert await is_dropped(service)
+    again = await asked(service, chat, written(tmp_path, ["a", "b"]), ALL)
+    assert (again.rows_reused, again.rows_ok) == (1, 2)
