@@ -10,10 +10,10 @@ import pytest
 from written_dataset import RowKeys, write_dataset
 
 from batchmill.errors import InvalidInput, StorageFailed, StorageFull
-from batchmill.jobs.ledger import files
-from batchmill.jobs.ledger.files import PartFile
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.jobs.results.results import can_stream, check_output, errors_path, output_kind
+from batchmill.store import part_files
+from batchmill.store.part_files import PartFile
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_part_never_follows_a_link(tmp_path):
 
 def test_short_writes_are_written_on_and_a_full_disk_is_said(tmp_path, monkeypatch):
     """A write that ends early goes on where it stopped; when nothing more fits, that is StorageFull."""
-    monkeypatch.setattr(files, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(part_files, "BUFFER_BYTES", 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))

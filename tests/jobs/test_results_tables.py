@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput, StorageFull
-from batchmill.jobs.ledger import files
 from batchmill.jobs.results import result_columns, result_parquet
 from batchmill.jobs.results.gathering import TableSource, create_table, gather
+from batchmill.store import part_files
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
 from batchmill.wire.forms import TableForm
@@ -275,7 +275,7 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
     """When there is no room for a row group the job pauses for storage, and the part is gone."""
     monkeypatch.setattr(result_parquet, "GROUP_ROWS", 500)
     monkeypatch.setattr(result_columns, "BATCH_BYTES", 5000)
-    monkeypatch.setattr(files, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(part_files, "BUFFER_BYTES", 1000)
     (tmp_path / "dataset").mkdir()
     source = TableSource(tmp_path / "dataset", ["a"], fixed=False, added=("output", "error"))
     table = create_table("parquet", tmp_path / "out.parquet", source)

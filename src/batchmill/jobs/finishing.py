@@ -10,11 +10,11 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import InvalidTransition
-from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.ledger.ledger import move
 from batchmill.jobs.results.results import Manifest
 from batchmill.states import JobState
 from batchmill.store.file_log import FileLog
+from batchmill.store.part_files import HeldFile
 
 
 class EndListener(Protocol):

@@ -23,7 +23,6 @@ from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder,
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
-from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.ledger.ledger import first_lease
 from batchmill.jobs.ledger.plan import PlanReader, can_import_at_once, ordering
 from batchmill.jobs.ledger.records import NewJob
@@ -38,6 +37,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
+from batchmill.store.part_files import HeldFile
 from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.forms import TableForm
 from batchmill.wire.input_urls import is_fetched

@@ -26,13 +26,14 @@ from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.files import RESULTS, JobFiles, PartFile, result_exists
+from batchmill.jobs.ledger.files import RESULTS, JobFiles, result_exists
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.jobs.results.results import STORED, errors_path, stored_name
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
 from batchmill.store.disk_room import bytes_in
+from batchmill.store.part_files import PartFile
 from batchmill.store.removals import Removal
 from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database

@@ -17,12 +17,13 @@ from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger.files import JobFiles, full_disk_named, read_spec, result_exists
+from batchmill.jobs.ledger.files import JobFiles, read_spec, result_exists
 from batchmill.jobs.maintenance import JobDeadlines
 from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.states import JobState, PauseReason
+from batchmill.store.part_files import full_disk_named
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
 

@@ -42,8 +42,9 @@ from batchmill.jobs.intake.reuse_sections import (
     SectionFiles,
     write_section,
 )
-from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.row_arrays import RowArrays
+from batchmill.store.part_files import PartFile
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
 from batchmill.wire.forms import OpenAIForm

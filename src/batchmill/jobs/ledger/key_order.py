@@ -17,8 +17,8 @@ from batchmill.datasets.checking.inspection import LEVEL_BITS, LEVELS
 from batchmill.datasets.external_sort import ExternalSort, RowCursor
 from batchmill.datasets.layout import COST, FOLD, OFFSETS, PREFIX, TARGET
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import PartFile, full_disk_named
 from batchmill.jobs.ledger.plan import Arranged, PlanOrder, PlanParts, Progress, TargetPlan
+from batchmill.store.part_files import PartFile, full_disk_named
 
 STEP_ROWS = 1024 * 1024
 FOLD_SHARE, KEYS_SHARE = 0.3, 0.3  # of the progress

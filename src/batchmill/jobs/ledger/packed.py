@@ -16,7 +16,9 @@ import sqlalchemy as sa
 
 from batchmill.datasets import formats, layout
 from batchmill.errors import InvalidDataset
-from batchmill.jobs.ledger.files import JobFiles, PartFile, sync_folder
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.store.part_files import PartFile
+from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import packed_jobs
 from batchmill.types import DatasetSpec

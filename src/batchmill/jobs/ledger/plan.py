@@ -23,9 +23,9 @@ from msgspec import Struct
 from batchmill.datasets.layout import PIECE_ROWS, REJECTED
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import PartFile, remove_files
 from batchmill.jobs.ledger.shards import Shards, ShardSpan
 from batchmill.models.providers import PROVIDERS
+from batchmill.store.part_files import PartFile, remove_files
 from batchmill.types import ModelSpec
 from batchmill.wire.native import Explanation, PlanGroup
 

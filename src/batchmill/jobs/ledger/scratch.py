@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.jobs.ledger import packed
-from batchmill.jobs.ledger.files import JobFiles, full_disk_named
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.packed import FOLDER_MODE
+from batchmill.store.part_files import full_disk_named
 from batchmill.store.sql.database import Database
 from batchmill.wire.job_spec import JobSpec
 

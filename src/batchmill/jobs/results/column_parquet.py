@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results import appended_columns
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
 from batchmill.jobs.results.result_parquet import GROUP_ROWS, ThreadSink, repeating
 from batchmill.jobs.results.results import ResultFile
+from batchmill.store.part_files import Digest, PartFile
 from batchmill.wire.forms import ERROR
 from batchmill.wire.parquet_lines import input_field
 

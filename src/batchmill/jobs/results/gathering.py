@@ -15,13 +15,13 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
 from batchmill.ports import SegmentSource
+from batchmill.store.part_files import Digest
 from batchmill.types import OutputSchema
 from batchmill.wire.forms import Form
 from batchmill.wire.sampling import rows_of

@@ -13,7 +13,7 @@ import msgspec
 from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
-from batchmill.jobs.ledger.files import HeldFile, JobFiles, is_folder
+from batchmill.jobs.ledger.files import JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
@@ -23,6 +23,7 @@ from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, ou
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
 from batchmill.store.file_log import FILE_BYTES_MAX
+from batchmill.store.part_files import HeldFile
 from batchmill.store.segments.blocks import open_segments
 from batchmill.types import Commit, RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec

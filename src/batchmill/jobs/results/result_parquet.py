@@ -27,7 +27,6 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets.formats import columns_schema
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_columns import (
     ColumnKind,
@@ -38,6 +37,7 @@ from batchmill.jobs.results.result_columns import (
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
+from batchmill.store.part_files import Digest, PartFile
 from batchmill.wire.forms import ERROR, FETCHED, FOLDED_FROM, REUSED_FROM
 from batchmill.wire.parquet_lines import result_field
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from threading import Lock
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.ports import SegmentSource
+from batchmill.store.part_files import HeldFile
 from batchmill.store.segments.format import Block, read_outcomes, read_payload, where
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import Form

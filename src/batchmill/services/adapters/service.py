@@ -33,7 +33,6 @@ from batchmill.errors import (
     Unavailable,
     UnknownName,
 )
-from batchmill.jobs.ledger.files import full_disk_named
 from batchmill.models import secrets
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport, kind_of
@@ -49,6 +48,7 @@ from batchmill.services.files.incoming import FULL
 from batchmill.services.remote.changes import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.part_files import full_disk_named
 from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import Caller, ModelSpec, Scope

@@ -1,0 +1,156 @@
+"""Files that are written whole before they have their names."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol, Self
+
+from batchmill.errors import StorageFailed, StorageFull
+from batchmill.store.segments.format import sync_folder
+
+BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Digest(Protocol):
+    """A hash of `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+
+class PartFile:
+    """A file that is written under a temporary name. Without `publish`, it is removed.
+
+    Raises: StorageFull from `write` and `publish` when the disk or the quota is full. Any other error of the file
+    system is final: the part is not to be published. StorageFailed from `publish` if another process has begun the same
+    file since: an owner that was stopped and replaced publishes neither its own bytes nor those of its successor.
+
+    Args: digest: is updated with everything that is written.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o666, digest: Digest | None = None) -> None:
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.size_bytes = 0
+        self._digest = digest
+        self._buffer: list[bytes | memoryview] = []
+        self._buffered = 0
+        with suppress(FileNotFoundError):
+            self.part.unlink()  # what a crash left: it is written anew, with the same bytes
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.part, flags, mode)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; the caller leaves its bytes as they are."""
+        size = len(data)
+        if not size:
+            return 0
+        self._buffer.append(data)
+        self._buffered += size
+        self.size_bytes += size
+        if self._buffered >= BUFFER_BYTES:
+            self.flush()
+        return size
+
+    def flush(self) -> None:
+        """Hand everything written so far to the kernel."""
+        data: bytes | memoryview = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
+        self._buffer.clear()
+        self._buffered = 0
+        if self._digest is not None:
+            self._digest.update(data)
+        view = memoryview(data)
+        with full_disk_named(self.part):
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+    def sync(self) -> None:
+        """Make what was flushed durable, in any thread."""
+        with full_disk_named(self.part):
+            os.fdatasync(self._fd)
+
+    def publish(self) -> None:
+        """Make the file durable under its name."""
+        self.flush()
+        with full_disk_named(self.part):
+            os.fsync(self._fd)
+        is_ours = self._is_in_place()
+        os.close(self._fd)
+        self._fd = -1
+        if not is_ours:
+            raise StorageFailed(f"{self.part} is another process's now, which writes {self.path} too")
+        os.replace(self.part, self.path)
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Drop the part unless it was published. Safe to call twice."""
+        if self._fd >= 0:
+            is_ours = self._is_in_place()
+            os.close(self._fd)
+            self._fd = -1
+            if is_ours:
+                with suppress(FileNotFoundError):
+                    self.part.unlink()
+
+    def _is_in_place(self) -> bool:
+        """Whether the part's name still means the file that this object writes."""
+        try:
+            there = os.stat(self.part, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+class HeldFile:
+    """As `PartFile`, in memory: a transaction stores it, see `store.file_log`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size_bytes, self.data = path, 0, b""
+        self._pieces: list[bytes | memoryview] = []
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; the caller leaves its bytes as they are."""
+        self._pieces.append(data)
+        self.size_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """There is nothing to hand to the kernel."""
+
+    def publish(self) -> None:
+        self.data = b"".join(self._pieces)
+
+    def discard(self) -> None:
+        self._pieces.clear()
+
+
+def remove_files(paths: Sequence[Path]) -> None:
+    """Remove the existing ones of `paths`, durably. They are all in one folder."""
+    gone = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            path.unlink()
+            gone += 1
+    if gone:
+        sync_folder(paths[0].parent)
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raises: StorageFull naming `path` if the file system is full while it is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        message = f"there is no room to write {path}: {error.strerror}; free some, then resume the job"
+        raise StorageFull(message) from error
