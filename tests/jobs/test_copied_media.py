@@ -117,3 +117,23 @@ async def test_a_damaged_dataset_is_made_anew(stage, tmp_path: Path) -> None:
     assert (await service.submit(replace(wanted, sample=None))).id == job
     view = await end_of(service, job)
     assert (view.state, outputs(view)) == ("completed", [GIF, GIF + b"b"]), view.message
+
+
+async def test_jobs_share_copies(stage, tmp_path: Path) -> None:
+    """Two jobs with equal files have one copy, which is there until both need it no more."""
+    service, model = stage
+    for name, data in (("a.gif", GIF), ("b.gif", GIF + b"b")):
+        (tmp_path / name).write_bytes(data)
+    views = [await end_of(service, (await service.submit(order(tmp_path, model, "a.gif"))).id)]
+    held = replace(order(tmp_path, model, "a.gif", "b.gif"), sample=Sample(1))
+    views.append(await end_of(service, (await service.submit(held)).id))
+    homes = [tmp_path / "data" / "jobs" / view.id for view in views]
+    files = [path for home in homes for path in (home / "media").rglob("*") if path.is_file()]
+    assert len({path.stat().st_ino for path in files}) == 2 and len(files) == 3
+    await service.retention.sweep()
+    assert not (homes[0] / "media").exists() and copies(homes[1]) == [GIF, GIF + b"b"]
+    assert len(list((tmp_path / "data" / "media").glob("default/*/*"))) == 2
+    await service.cancel(views[1].id)
+    await end_of(service, views[1].id)
+    await service.remove(views[1].id)
+    assert not list((tmp_path / "data" / "media").glob("default/*/*"))

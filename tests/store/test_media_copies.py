@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from blake3 import blake3
 
 from batchmill.errors import StorageFailed, StorageFull
 from batchmill.store import media_copies
-from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, Seen, path_of
+from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, Seen, SharedCopies, path_of
 from batchmill.store.objects import StoreObjects
 
 
@@ -135,18 +137,21 @@ def test_files_appear_whole(tmp_path: Path):
 
     folder = tmp_path / "jobs" / "media"
     folder.parent.mkdir()
-    with MediaCopies(FolderCopies(folder, check_room)) as copies:
+    with MediaCopies(FolderCopies(folder, SharedCopies(tmp_path / "shared"), check_room)) as copies:
         keep(copies, b"one")
         copies.finish()
     path = Path(path_of(str(folder), digest_of(b"one")))
     assert path.read_bytes() == b"one" and path.stat().st_mode & 0o777 == 0o600
     path.write_bytes(b"onetwo")  # not what was written: it is replaced
     full = True
-    with pytest.raises(StorageFull), MediaCopies(FolderCopies(folder, check_room)) as copies:
+    with (
+        pytest.raises(StorageFull),
+        MediaCopies(FolderCopies(folder, SharedCopies(tmp_path / "shared"), check_room)) as copies,
+    ):
         keep(copies, b"one")
         copies.finish()
     full = False
-    with MediaCopies(FolderCopies(folder, check_room)) as copies:
+    with MediaCopies(FolderCopies(folder, SharedCopies(tmp_path / "shared"), check_room)) as copies:
         keep(copies, b"one")
         copies.finish()
     assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]
@@ -159,7 +164,73 @@ def test_what_a_killed_attempt_was_writing_is_removed(tmp_path: Path):
     part = Path(path_of(str(folder), digest_of(b"one"))).with_name("0.part")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"on")
-    with MediaCopies(FolderCopies(folder, lambda: None)) as copies:
+    with MediaCopies(FolderCopies(folder, SharedCopies(tmp_path / "shared"), lambda: None)) as copies:
         keep(copies, b"one")
         copies.finish()
     assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]
+
+
+def copied(data_dir: Path, job: str, *contents: bytes, project: str = "default") -> list[os.stat_result]:
+    """Copies of a job in the data directory."""
+    folder, shared = data_dir / "jobs" / job / "media", SharedCopies(media_copies.shared_home(data_dir, project))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with MediaCopies(FolderCopies(folder, shared, lambda: None)) as copies:
+        keep(copies, *contents)
+        copies.finish()
+    paths = [Path(path_of(str(folder), digest_of(data))) for data in contents]
+    assert [path.read_bytes() for path in paths] == [*contents]
+    return [path.stat() for path in paths]
+
+
+def shared_names(data_dir: Path) -> set[str]:
+    return {path.name for path in (data_dir / "media").glob("*/*/*")}
+
+
+def test_jobs_of_a_project_share_files(tmp_path: Path):
+    """Equal contents are one file, those of another project are not. It goes with the last job that has it."""
+    one, two = digest_of(b"one"), digest_of(b"two")
+    first = copied(tmp_path, "a", b"one", b"two")
+    again = copied(tmp_path, "b", b"two", b"three")
+    other = copied(tmp_path, "c", b"two", project="other")
+    assert first[1].st_ino == again[0].st_ino != other[0].st_ino
+    shared = media_copies.shared_home(tmp_path, "default")
+    media_copies.remove_copies(tmp_path / "jobs" / "a" / "media", shared)
+    assert one not in shared_names(tmp_path) and two in shared_names(tmp_path)
+    assert Path(path_of(str(tmp_path / "jobs" / "b" / "media"), two)).read_bytes() == b"two"
+    media_copies.remove_copies(tmp_path / "jobs" / "b" / "media", shared)
+    assert shared_names(tmp_path) == {two}
+    assert not list((tmp_path / "jobs" / "a").iterdir()) and not list((shared).glob("*/*"))
+
+
+def test_what_a_kill_leaves_of_shared_files_is_swept(tmp_path: Path):
+    """A file whose jobs are gone has one name left, which the sweep removes; those of jobs stay."""
+    copied(tmp_path, "a", b"one", b"two")
+    copied(tmp_path, "b", b"two")
+    shutil.rmtree(tmp_path / "jobs" / "a")  # and a kill before the further names were looked at
+    media_copies.sweep_shared(tmp_path)
+    assert shared_names(tmp_path) == {digest_of(b"two")}
+
+
+def test_a_shared_file_that_is_damaged_is_not_linked(tmp_path: Path):
+    """The next job writes its own, which takes the place of the damaged one."""
+    (first,) = copied(tmp_path, "a", b"one")
+    Path(path_of(str(tmp_path / "jobs" / "a" / "media"), digest_of(b"one"))).write_bytes(b"two")
+    (second,) = copied(tmp_path, "b", b"one")
+    (third,) = copied(tmp_path, "c", b"one")
+    assert first.st_ino != second.st_ino == third.st_ino
+
+
+@pytest.mark.parametrize("reason", [errno.EMLINK, errno.EPERM, errno.EXDEV])
+def test_where_files_cannot_be_linked_each_job_has_its_own(tmp_path: Path, monkeypatch, reason: int):
+    """As on file systems without further names; a file with as many as it may have is shared no more."""
+    (first,) = copied(tmp_path, "a", b"one")
+
+    def refused(source: object, target: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refused)
+        (second,) = copied(tmp_path, "b", b"one")
+    (third,) = copied(tmp_path, "c", b"one")
+    assert first.st_ino != second.st_ino
+    assert (third.st_ino == first.st_ino) == (reason != errno.EMLINK)

@@ -346,17 +346,17 @@ class RecordedJob:
         if not kind:
             return None
         if kind == "folder":
-            return CopyOrder(str(self.files.media))
+            return CopyOrder(str(self.files.media), str(self.files.shared_media(self.spec.project)))
         if not stored.url:
             raise StorageFailed(
                 f"the media of job {self.spec.id} are to be copied to [storage] objects, which is not set any more: "
                 "set it, or start over with --restart"
             )
-        return CopyOrder(prefix_of(self.spec.id), stored.url, self._ledger.database.term_path())
+        return CopyOrder(prefix_of(self.spec.id), store=stored.url, term=self._ledger.database.term_path())
 
     async def _clear_refused(self) -> None:
         """Remove what was made of a dataset of which no row runs."""
-        await asyncio.to_thread(self.files.clear_refused)
+        await asyncio.to_thread(self.files.clear_refused, self.spec.project)
         if self.spec.dataset.media_copies:
             await self._tools.stored.remove(self.files.media)
 

@@ -33,6 +33,8 @@ from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
 from batchmill.store.disk_room import bytes_in
+from batchmill.store.media_copies import FOLDER as MEDIA
+from batchmill.store.media_copies import remove_copies, shared_home, sweep_shared
 from batchmill.store.part_files import PartFile
 from batchmill.store.removals import Removal
 from batchmill.store.segments.format import sync_folder
@@ -103,6 +105,7 @@ class Retention:
         """Remove jobs that are old enough, and unneeded files of others. An error in one job does not stop it."""
         now, entry = self._clock.now(), self.entry
         await asyncio.to_thread(spooled_inputs.sweep, self._data_dir)
+        await asyncio.to_thread(sweep_shared, self._data_dir)
         if entry.jobs_s is not None:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
                 with _logged(job_id):
@@ -148,36 +151,37 @@ class Retention:
 
     async def _clear(self, removal: Removal) -> None:
         if removal.id.endswith(PARTS):
-            await self._clear_parts(JobFiles(self._data_dir, removal.job))
+            await self._clear_parts(JobFiles(self._data_dir, removal.job), removal.project)
         else:
             results = await self._database.read(_results_of, removal.job)
             copies = [self._data_dir / "files" / name for name in results]
             files = [*small_results(self._data_dir, removal.job), *copies]
             if (log := self._stored.log) is not None:
                 await self._database.write(log.forget, files)
-            await asyncio.to_thread(self._clear_job, removal.job, files)
+            await asyncio.to_thread(self._clear_job, removal, files)
             await self._stored.remove(self._data_dir / "jobs" / removal.job, *files)
             await asyncio.to_thread(spooled_inputs.release, self._data_dir, removal.job)
         faults.point("after_clear")
         await self._database.write(_cleared, removal)
 
-    async def _clear_parts(self, files: JobFiles) -> None:
+    async def _clear_parts(self, files: JobFiles, project: str) -> None:
         is_stored = await self._stored.holds(files.dataset)
         async with using(self._stored, files.home, files.dataset):
-            await asyncio.to_thread(_clear_parts, files)
+            await asyncio.to_thread(_clear_parts, files, project)
             if is_stored:
                 await self._stored.publish(files.dataset)  # what is left of it
         plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
         await self._stored.remove(files.segments, files.media, *(files.home / name for name in plans))
 
-    def _clear_job(self, job_id: str, files: Sequence[Path]) -> None:
-        home = self._data_dir / "jobs" / job_id
-        leaving = home.with_name(LEAVING + job_id)
+    def _clear_job(self, removal: Removal, files: Sequence[Path]) -> None:
+        home = self._data_dir / "jobs" / removal.job
+        leaving = home.with_name(LEAVING + removal.job)
         if home.exists():
             os.rename(home, leaving)
             sync_folder(home.parent)
         for path in files:
             path.unlink(missing_ok=True)
+        remove_copies(leaving / MEDIA, shared_home(self._data_dir, removal.project))
         shutil.rmtree(leaving, ignore_errors=True)
 
 
@@ -219,13 +223,14 @@ def _write_ending(files: JobFiles, record: sa.RowMapping, now: float) -> None:
         file.publish()
 
 
-def _clear_parts(files: JobFiles) -> None:
+def _clear_parts(files: JobFiles, project: str) -> None:
     plan = files.plan(0) / PLAN
     if plan.exists():  # the first: without it the job is known to keep only its results, whatever a kill leaves
         plan.unlink()
         sync_folder(plan.parent)
         faults.point("after_plan_dropped")
-    for folder in (files.segments, files.media, *files.home.glob("plan-*")):
+    remove_copies(files.media, files.shared_media(project))
+    for folder in (files.segments, *files.home.glob("plan-*")):
         shutil.rmtree(folder, ignore_errors=True)
     for path in files.dataset.glob("*"):
         if path.name != SEAL:  # the same command again is known by it

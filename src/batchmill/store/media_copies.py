@@ -3,11 +3,18 @@
 A copy is named by the BLAKE3 of its content, so a job has equal contents once. With `[storage]` it is an object below
 `jobs/ID/media/`, otherwise a file of the job's folder, which all nodes of a cluster see. It never changes, and goes
 with what the job needs for its rows.
+
+Files are shared by the jobs of a project: each has a further name below `media/PROJECT/`, which the next job with its
+content links. So the kernel counts the jobs that have a file, whoever is killed. Objects are not shared: they have one
+name each, and no record says which jobs name them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +28,7 @@ from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.format import sync_folder
 
 FOLDER, PART = "media", ".part"  # in the folder of a job; the ending of a file that is being written
+SHARED = "media"  # in the data directory: a folder for each project
 WRITES_MAX = 16  # at the same time
 WAITING_BYTES_MAX = 64 * 1024 * 1024  # of contents that are being written, and one more
 WAITING_MAX = 256  # of them
@@ -133,11 +141,68 @@ class ObjectCopies:
         """An object is durable once it was put."""
 
 
-class FolderCopies:
-    """Copies as files. Args: check_room: raises if the disk is full."""
+class SharedCopies:
+    """The further names of the files that jobs of a project have. Concurrency: any thread, of any process."""
 
-    def __init__(self, folder: Path, check_room: Callable[[], None]) -> None:
-        self._folder, self._check_room = folder, check_room
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def link(self, digest: str, data: bytes, path: Path) -> bool:
+        """Give the file with a content to a job, at `path`. False: no job has it, or it cannot be linked."""
+        shared = path_of(str(self._home), digest)
+        try:
+            if os.stat(shared).st_size == len(data) and Path(shared).read_bytes() == data:
+                os.link(shared, path)
+                return True
+        except OSError as error:
+            if error.errno != errno.EMLINK:
+                return False
+        with contextlib.suppress(OSError):
+            os.unlink(shared)  # it is damaged, or has as many names as a file may have: the next copy takes its place
+        return False
+
+    def add(self, digest: str, path: Path) -> None:
+        """Share the file of a job. Where a file can have one name only, nothing is shared."""
+        shared = Path(path_of(str(self._home), digest))
+        with contextlib.suppress(OSError):
+            shared.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.link(path, shared)
+
+
+def shared_home(data_dir: Path, project: str) -> Path:
+    return data_dir / SHARED / project
+
+
+def remove_copies(folder: Path, shared: Path) -> None:
+    """Remove the files of a job, and the further names of those that no other job has. What a kill leaves of these
+    names goes with `sweep_shared`.
+    """
+    for part in list(folder.iterdir()) if folder.is_dir() else ():
+        digests = os.listdir(part)
+        shutil.rmtree(part, ignore_errors=True)
+        for digest in digests:
+            _drop_unused(path_of(str(shared), digest))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep_shared(data_dir: Path) -> None:
+    """Remove all further names of files that no job has."""
+    for path in (data_dir / SHARED).glob("*/*/*"):
+        _drop_unused(str(path))
+
+
+def _drop_unused(path: str) -> None:
+    """A job that links the file meanwhile keeps it, by the name that it has then."""
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_nlink == 1:
+            os.unlink(path)
+
+
+class FolderCopies:
+    """Copies as files. Args: shared: those of the project's jobs. check_room: raises if the disk is full."""
+
+    def __init__(self, folder: Path, shared: SharedCopies, check_room: Callable[[], None]) -> None:
+        self._folder, self._shared, self._check_room = folder, shared, check_room
         self._unchecked = CHECKED_BYTES
         for part in folder.glob(f"*/*{PART}"):  # of an attempt that was cut off
             part.unlink(missing_ok=True)
@@ -151,12 +216,14 @@ class FolderCopies:
     def write(self, digest: str, data: bytes) -> None:
         if self.has(digest, len(data)):
             return
+        path = Path(path_of(str(self._folder), digest))
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._shared.link(digest, data, path):
+            return
         self._unchecked += len(data)
         if self._unchecked >= CHECKED_BYTES:
             self._unchecked = 0
             self._check_room()
-        path = Path(path_of(str(self._folder), digest))
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(f"{uuid.uuid4().hex}{PART}")
         try:
             with open(part, "xb", opener=_private) as file:
@@ -167,6 +234,7 @@ class FolderCopies:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+        self._shared.add(digest, path)
 
     def finish(self) -> None:
         if self._folder.is_dir():

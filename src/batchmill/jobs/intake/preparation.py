@@ -29,7 +29,7 @@ from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_nam
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
 from batchmill.owner_clock import check_file
-from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies
+from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, SharedCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
@@ -53,6 +53,7 @@ class CopyOrder(Struct, frozen=True):
     """Where the files that cells name are copied: a folder, or objects of a store, while this process owns them."""
 
     folder: str  # or what the names of objects begin with
+    shared: str = ""  # the folder with those of the project's jobs
     store: str = ""
     term: str = ""  # see `Database.term_path`
 
@@ -143,7 +144,8 @@ def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]
     if order.store:
         objects = StoreObjects(order.store, partial(check_file, order.term))
         return MediaCopies(ObjectCopies(objects, order.folder))
-    return MediaCopies(FolderCopies(Path(order.folder), partial(check_disk, Path(request.dataset))))
+    shared = SharedCopies(Path(order.shared))
+    return MediaCopies(FolderCopies(Path(order.folder), shared, partial(check_disk, Path(request.dataset))))
 
 
 def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:

@@ -13,7 +13,7 @@ import msgspec
 from batchmill.datasets import layout, sealing
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
 from batchmill.store.media_copies import FOLDER as MEDIA
-from batchmill.store.media_copies import prefix_of
+from batchmill.store.media_copies import prefix_of, remove_copies, shared_home
 from batchmill.store.part_files import PartFile
 from batchmill.store.segments.format import sync_folder
 from batchmill.types import MediaBounds, SegmentPlace
@@ -75,6 +75,10 @@ class JobFiles:
         """Copies of the files that cells name, where workers do not see these: see `store.media_copies`."""
         return self.home / MEDIA
 
+    def shared_media(self, project: str) -> Path:
+        """The further names of the copies of a project's jobs."""
+        return shared_home(self.data_dir, project)
+
     def media_bounds(self, spec: JobSpec) -> MediaBounds:
         copies = {"": "", "folder": str(self.media), "objects": prefix_of(spec.id)}[spec.dataset.media_copies]
         return MediaBounds(spec.dataset.media_bytes_max, spec.dataset.media_row_bytes_max, copies)
@@ -132,14 +136,14 @@ class JobFiles:
         if not (self.dataset / "seal.json").exists():
             sealing.clear(self.dataset)
 
-    def clear_refused(self) -> None:
+    def clear_refused(self, project: str) -> None:
         """Remove the dataset and the plan of a job that will run no row."""
         sealing.clear(self.dataset)
         for path in self.dataset.glob(layout.FETCHED):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.plan(0).glob("*"):
             path.unlink()
-        shutil.rmtree(self.media, ignore_errors=True)
+        remove_copies(self.media, self.shared_media(project))
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())
