@@ -23,7 +23,7 @@ from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.executors.validators.validators import Validators
 from batchmill.models import functions
 from batchmill.types import Outcome, OutputSchema, ReplyRules, Row, Usage
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 FIELDS, BYTES, LIMIT_US = 20, 1_000, 20.0
 

@@ -27,8 +27,8 @@ from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, ShardRecord, 
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, SegmentHead, error_meta, frame_lines
 from batchmill.types import DatasetSpec, ModelSpec, Policy, RowError, SegmentRef, Shard
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 LIMIT_GIB, LIMIT_GROWTH_BYTES = 1.0, 0.5  # bytes of memory for a further row, at most
 JOB = "job"

@@ -56,8 +56,8 @@ from batchmill.types import (  # noqa: E402
     Usage,
 )
 from batchmill.wire import messages  # noqa: E402
-from batchmill.wire.forms import OpenAIForm  # noqa: E402
 from batchmill.wire.job_spec import JobSpec  # noqa: E402
+from batchmill.wire.rows.forms import OpenAIForm  # noqa: E402
 
 SHARD_ROWS, BLOCK_BYTES = 10, 100_000
 COMMIT_S, WARM_S = 1.0, 22.0

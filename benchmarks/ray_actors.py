@@ -33,8 +33,8 @@ from batchmill.datasets.sealing import seal  # noqa: E402
 from batchmill.executors.ray.executor import RayExecutor, RayWorker  # noqa: E402
 from batchmill.types import DatasetSpec, Lease, Limits, ModelSpec  # noqa: E402
 from batchmill.types.cluster import ClusterEntry  # noqa: E402
-from batchmill.wire.forms import OpenAIForm  # noqa: E402
 from batchmill.wire.messages import Ack, Grant, Open, Ready, Record, RequestRows, Revoke, Start  # noqa: E402
+from batchmill.wire.rows.forms import OpenAIForm  # noqa: E402
 
 NODES = 3
 JOB = "job_1"

@@ -11,10 +11,10 @@ import pytest
 from batchmill.client.inputs import described
 from batchmill.errors import InvalidInput
 from batchmill.types import OutputSchema
-from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.native import NewJob
-from batchmill.wire.output_schema import names_of
-from batchmill.wire.schema_validation import check_schema
+from batchmill.wire.schemas.class_schemas import has_validators, schema_of
+from batchmill.wire.schemas.output_schema import names_of
+from batchmill.wire.schemas.schema_validation import check_schema
 
 
 class Part(msgspec.Struct):

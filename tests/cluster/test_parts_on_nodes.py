@@ -15,7 +15,7 @@ from fakes.s3_server import bucket_client, s3_environment, s3_server
 from ray_support import ENVIRONMENT, ray_nodes, ray_python
 from test_nodes_without_files import BUCKET, Stage, batchmill
 
-from batchmill.jobs.results.output_folders import PartManifest
+from batchmill.jobs.results.parts.output_folders import PartManifest
 
 DRIVER = Path(__file__).parent.parent / "fakes" / "task_runs.py"
 WAITS = DRIVER.with_name("task_waits.py")

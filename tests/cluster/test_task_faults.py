@@ -23,7 +23,7 @@ from batchmill.datasets.layout import SUMMED_LINES
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.jobs.intake.node_sealing import BYTES_MIN
-from batchmill.jobs.results.output_folders import PartManifest
+from batchmill.jobs.results.parts.output_folders import PartManifest
 from batchmill.types import DatasetSpec
 
 TEXT_BYTES = 60_000

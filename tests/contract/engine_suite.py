@@ -11,7 +11,7 @@ import pytest
 from batchmill.errors import BatchmillError
 from batchmill.ports import Engine
 from batchmill.types import EngineStats, LiveHead, LiveRequest, Outcome, Row
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 PATIENCE_S = 60.0  # a test that waits this long has failed
 

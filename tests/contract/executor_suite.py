@@ -17,7 +17,6 @@ from batchmill.ports import Executor, WorkerHandle
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.segments.format import read_ref
 from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec, SegmentPlace
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import (
     LIVE_AHEAD_BYTES,
     Abandon,
@@ -40,6 +39,7 @@ from batchmill.wire.messages import (
     Revoke,
     Start,
 )
+from batchmill.wire.rows.forms import OpenAIForm
 
 ROWS = 50
 # A library may fork without calling Python's hooks.

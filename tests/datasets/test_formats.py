@@ -12,7 +12,7 @@ from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec, MediaColumn
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 ROWS = [openai_row("a"), openai_row("b")]
 LINES = b"".join(row + b"\n" for row in ROWS)

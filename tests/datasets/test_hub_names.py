@@ -9,7 +9,7 @@ import pytest
 from batchmill.datasets import sealing, validation
 from batchmill.datasets.validation import HubPatterns, is_hub_id
 from batchmill.errors import InvalidDataset
-from batchmill.wire.forms import CHAT, URLS, TableForm
+from batchmill.wire.rows.forms import CHAT, URLS, TableForm
 
 PATTERNS = [("acme/*", 0, 0), ("*/lora-*", 1, 2)]
 JOB = {

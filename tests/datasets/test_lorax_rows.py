@@ -7,7 +7,7 @@ import pytest
 from batchmill.datasets import bodies
 from batchmill.errors import InvalidRow
 from batchmill.wire.fields import REFUSED
-from batchmill.wire.forms import CHAT, COMPLETIONS
+from batchmill.wire.rows.forms import CHAT, COMPLETIONS
 
 BODIES = {CHAT: b'"messages":[{"role":"user","content":"x"}]', COMPLETIONS: b'"prompt":"x"'}
 

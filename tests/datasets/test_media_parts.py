@@ -18,10 +18,10 @@ from batchmill.engines.media_copies import CopyReader
 from batchmill.errors import InvalidRow
 from batchmill.store.media_copies import path_of
 from batchmill.types import DatasetSpec, MediaColumn, Row, RowError
-from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import type_of
-from batchmill.wire.rendered_rows import FAULT, MediaPart, fault_of, media_of, with_media
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import FAULT, MediaPart, fault_of, media_of, with_media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 

@@ -13,7 +13,7 @@ from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.orders import ByteRange, SealOrder, SourcePart, ValidatedChunk
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 ODD = (
     ('{"n":1,"n":2}', "'n' is used twice"), ('{"n":1e400}', "1e400"), ('{"n":%s}' % ("7" * 6000), "6,000 digits"),

@@ -13,7 +13,7 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.validation import OpenAIRules
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
-from batchmill.wire.forms import CHAT, URLS, OpenAIForm, TableForm
+from batchmill.wire.rows.forms import CHAT, URLS, OpenAIForm, TableForm
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 # Two functions, a language model with an adapter, and a service.

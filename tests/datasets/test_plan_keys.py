@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batchmill.datasets import layout
 from batchmill.datasets.checking import inspection
 from batchmill.types import Request
-from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RESPONSES, URLS, TableForm
+from batchmill.wire.rows.forms import COMPLETIONS, EMBEDDINGS, RESPONSES, URLS, TableForm
 
 LLM = {"targets": {"m": (0, 0), "src/m": (0, 0), "upper": (0, 1)}, "urls": [frozenset(URLS)], "keys": True}
 

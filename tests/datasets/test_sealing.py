@@ -20,7 +20,7 @@ from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.errors import InputChanged, InvalidDataset, StorageFull
 from batchmill.types import DatasetSpec
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 
 def offsets(home):

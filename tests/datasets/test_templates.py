@@ -10,7 +10,7 @@ from batchmill.datasets.templates import renderer as templates
 from batchmill.datasets.templates.renderer import TemplateRenderer
 from batchmill.errors import InvalidDataset
 from batchmill.types import PromptTemplate
-from batchmill.wire.rendered_rows import FAULT, PROMPT, with_fault, with_prompt, without_additions
+from batchmill.wire.rows.rendered_rows import FAULT, PROMPT, with_fault, with_prompt, without_additions
 
 COLUMNS = ["q", "tags", "note"]
 LINE_BYTES_MAX = 1024 * 1024

@@ -6,7 +6,7 @@ from dataset_rows import CHAT, openai_row
 from batchmill.datasets.checking import fan_out
 from batchmill.datasets.formats import NAMES_ROWS_MAX
 from batchmill.errors import InvalidDataset
-from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS, TableForm
+from batchmill.wire.rows.forms import COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS, TableForm
 
 LLM = {"targets": {"m": (0, 0), "base": (0, 0), "upper": (0, 1)}, "urls": [frozenset(URLS)]}
 MESSAGES = [{"role": "user", "content": "hi"}]

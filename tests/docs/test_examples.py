@@ -18,7 +18,7 @@ from fakes.openai_service import Answer, OpenAIService, refusal
 
 from batchmill.cli import session as cli_session
 from batchmill.states import PauseReason
-from batchmill.wire.rendered_rows import ROW_FAULTS
+from batchmill.wire.rows.rendered_rows import ROW_FAULTS
 
 ROOT = Path(__file__).parents[2]
 FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine_server.py"
@@ -210,7 +210,7 @@ def test_every_code_of_validation_is_explained():
     """The page on what goes wrong names the codes that validation uses: all of them, and no other."""
     datasets = ROOT / "src" / "batchmill" / "datasets"
     found = codes_of(datasets) | codes_of(datasets / "checking")
-    found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
+    found |= {"missing_prompt", "missing_column"}  # of wire.rows.forms, for a row of a table
     found |= {*ROW_FAULTS, "invalid_template"}  # of datasets.templates and datasets.media
     found.add("missing_dependency")  # of batchmill.optional
     found.add("too_many_objects")  # of object_store.store, for a folder or a glob

@@ -13,8 +13,8 @@ from contract.engine_suite import PATIENCE_S
 
 from batchmill.engines.function.engine import FunctionEngine
 from batchmill.types import FunctionRequest, FunctionSpec, Limits, ModelSpec, Row
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import FunctionReply
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 
 def deployed(folder: Path, text: str, *, source: str = "app.py:f", limits: Limits = Limits(), **how: Any) -> ModelSpec:

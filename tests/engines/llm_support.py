@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchmill.types import ModelSpec, Outcome, Row
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 FAKE = Path(__file__).parents[1] / "fakes" / "engine_server.py"
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from batchmill.errors import JobPaused
 from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.types import Limits, MediaBounds, ModelSpec, Outcome, RemoteJob, ReplyRules, Row, Usage
 from batchmill.types.position_runs import numbers_of, runs_of
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 FAST: dict[str, str | int | float | bool | None] = {
     "poll_s": 0.002,

@@ -46,7 +46,7 @@ from batchmill.types import (
     Row,
     Usage,
 )
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 EMBEDDING = "connector.post_process.openai.embedding"
 Answer = Callable[[web.Request, bytes], web.StreamResponse]

@@ -32,8 +32,8 @@ from batchmill.types import (
     RowError,
     Usage,
 )
-from batchmill.wire.forms import TableForm
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 REFUSED = Fault(FaultKind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
 FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))

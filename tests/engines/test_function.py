@@ -10,8 +10,8 @@ from batchmill.engines.function.engine import LocalFunctionEngine
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import TRACEBACKS_MAX
 from batchmill.types import Limits, ModelSpec, Row, Usage
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 TABLE = TableForm()
 

@@ -15,7 +15,7 @@ from function_process_support import deployed, running
 from test_function_blocks import LEASE, BlockCollector, BlockSource, lines_of
 
 from batchmill.types import Row
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 ROWS = 12
 SLOW = frozenset([0, 3, 7, 8])

@@ -18,7 +18,7 @@ from batchmill.engines.function.row_batches import RowBatch
 from batchmill.engines.function.row_results import read_results
 from batchmill.types import ResultBlock, Row, RowBlock, Usage
 from batchmill.wire.calls import CallError
-from batchmill.wire.forms import Form, OpenAIForm, TableForm
+from batchmill.wire.rows.forms import Form, OpenAIForm, TableForm
 
 BLOCK_ROWS = 7
 

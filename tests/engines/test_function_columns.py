@@ -16,7 +16,7 @@ from batchmill.engines.function.row_batches import BlockBatch
 from batchmill.models import redaction
 from batchmill.types import ColumnBlock, Interface, Usage
 from batchmill.wire.calls import CallError
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 LEASE = object()
 

@@ -17,7 +17,7 @@ from function_process_support import Answers, deployed, openai_rows, running, ta
 from batchmill.engines.function.engine import FunctionEngine
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec, Row
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 ADD = """
 def f(a, b=1):

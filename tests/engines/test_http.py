@@ -21,7 +21,7 @@ from batchmill.errors import AuthRefused, JobPaused, ModelFailed, QuotaExhausted
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Limits, ModelSpec, Outcome, Row, Usage
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from batchmill.engines.llm.guard import start_time
 from batchmill.errors import JobPaused, ModelFailed
 from batchmill.states import PauseReason
 from batchmill.types import Limits, MediaColumn, Row, Usage
-from batchmill.wire.forms import TableForm
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from batchmill.engines.llm.engine import LlmEngine
 from batchmill.engines.llm.request_bounds import RequestLimits, check_grammar, check_pattern
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import Limits
-from batchmill.wire.forms import CHAT, COMPLETIONS
 from batchmill.wire.json_bytes import split_object
+from batchmill.wire.rows.forms import CHAT, COMPLETIONS
 
 MANY = 10**9
 

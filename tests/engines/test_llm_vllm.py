@@ -18,9 +18,9 @@ from batchmill.engines.llm import guard
 from batchmill.engines.llm.engine import LlmEngine
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec, OutputSchema
-from batchmill.wire.forms import OpenAIForm
-from batchmill.wire.output_schema import schema_of_fields
-from batchmill.wire.schema_validation import validator_of
+from batchmill.wire.rows.forms import OpenAIForm
+from batchmill.wire.schemas.output_schema import schema_of_fields
+from batchmill.wire.schemas.schema_validation import validator_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 

@@ -16,9 +16,9 @@ from batchmill.engines.provider_batch.anthropic_chat import to_messages
 from batchmill.engines.provider_batch.gemini_chat import to_content_request
 from batchmill.models import secrets
 from batchmill.types import MediaColumn, Provision, Row
-from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 PNG, PDF, WAV = b"\x89PNG\r\n\x1a\n..", b"%PDF-1.7", b"RIFF1234WAVEfmt "
 TYPES = {"image": ("image/png", PNG), "document": ("application/pdf", PDF), "audio": ("audio/wav", WAV)}

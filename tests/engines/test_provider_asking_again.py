@@ -21,7 +21,7 @@ from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.executors.validators.validators import Validators
 from batchmill.models import functions
 from batchmill.types import Outcome, OutputSchema, Row, Usage
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 ROWS, STEPS_MAX = 8, 160
 SCHEMA = OutputSchema('{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}', attempts=2)

@@ -21,8 +21,8 @@ from batchmill.engines.row_media import READS_MAX, RowMedia
 from batchmill.errors import InvalidRow
 from batchmill.models import secrets
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, MediaColumn, Provision, Row
-from batchmill.wire.forms import TableForm
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 LIMIT = 1024 * 1024

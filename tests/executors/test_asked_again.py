@@ -24,10 +24,10 @@ from batchmill.models import functions
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, read_outcomes, read_ref
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Outcome, OutputSchema, Price, Row, Usage
-from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Grant, Spending
-from batchmill.wire.output_schema import WORDS_BYTES_MAX
+from batchmill.wire.rows.forms import CHAT, OpenAIForm
+from batchmill.wire.schemas.output_schema import WORDS_BYTES_MAX
 
 MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 

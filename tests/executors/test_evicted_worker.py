@@ -14,8 +14,8 @@ from batchmill.datasets.sealing import seal
 from batchmill.executors.worker import Worker
 from batchmill.types import DatasetSpec, Lease, ModelSpec, SegmentPlace
 from batchmill.wire import messages
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Ack, Failed, Grant, Open, Ready, Record, Start, ToWorker
+from batchmill.wire.rows.forms import OpenAIForm
 
 ROWS, HELD = 20, 8
 PATIENCE_S = 60.0

@@ -23,9 +23,9 @@ from batchmill.ports import Columns, LeaseFeed
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import SegmentHead
 from batchmill.types import ColumnBlock, DatasetSpec, Lease, ModelSpec, Price, Row
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Grant, Spending, pack_u32
+from batchmill.wire.rows.forms import OpenAIForm
 
 MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 

@@ -11,8 +11,8 @@ from batchmill.executors.leases import OVER, PAUSE, Held, NoteClient, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.states import PauseReason
 from batchmill.types import Lease
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Note, Noted
+from batchmill.wire.rows.forms import OpenAIForm
 
 LEASE = Lease("job_1", 0, 3, 1)
 

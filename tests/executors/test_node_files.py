@@ -26,7 +26,6 @@ from batchmill.types import Isolation, Lease, ModelSpec, OutputSchema, SchemaVer
 from batchmill.types.calls import LiveRequest
 from batchmill.types.connectors import Provision, Storage
 from batchmill.wire import messages
-from batchmill.wire.forms import TableForm
 from batchmill.wire.messages import (
     Answered,
     AnswerLive,
@@ -39,6 +38,7 @@ from batchmill.wire.messages import (
     Start,
     StoredFile,
 )
+from batchmill.wire.rows.forms import TableForm
 
 DATA_DIR = "/data-of-the-owner"  # which does not exist
 

@@ -21,8 +21,8 @@ from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, read_payload, read_ref
 from batchmill.store.sql.positions import unpack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 ROWS = 40
 NEVER_S = 10_000.0

@@ -10,10 +10,10 @@ from contract.engine_suite import chat_row
 
 from batchmill.executors.leases import OUTPUT_GUESS, Allowance
 from batchmill.types import MediaColumn, ModelSpec, Outcome, Price, Row, RowError, Usage
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Spending
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 

@@ -17,9 +17,9 @@ from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Ack, Grant, RequestRows
+from batchmill.wire.rows.forms import OpenAIForm
 
 SHARDS, SHARD_ROWS = 3, 4
 MODEL = ModelSpec("m", "function", "app.py:f")

@@ -13,7 +13,7 @@ from batchmill.jobs.results.results import GatherOrder
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, error_meta, frame
 from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentPlace, SegmentRef, Usage
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 
 def quiet(_: float) -> None:

@@ -18,8 +18,8 @@ from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, error_meta, frame
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, LedgerReport, ModelSpec, Policy, RowError, SegmentRef, Shard, Usage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 USAGE = Usage(3, 1, 2)  # of every block
 

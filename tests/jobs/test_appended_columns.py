@@ -11,11 +11,11 @@ import pytest
 from finished_job import FinishedJob, quiet
 
 from batchmill.errors import InputChanged
-from batchmill.jobs.results import appended_columns, column_parquet, parquet_footer, thrift_compact
 from batchmill.jobs.results.gathering import gather
-from batchmill.jobs.results.thrift_compact import NotThrift, read_struct, write_struct
+from batchmill.jobs.results.parquet import appended_columns, column_parquet, parquet_footer, thrift_compact
+from batchmill.jobs.results.parquet.thrift_compact import NotThrift, read_struct, write_struct
 from batchmill.store.segments.format import BlockMeta, frame_columns
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 ROWS = 10
 

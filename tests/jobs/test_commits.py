@@ -17,8 +17,8 @@ from batchmill.jobs.ledger.ledger import Verdict
 from batchmill.states import JobState, PauseReason
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 SHARD = Shard(0, 100, 120, 0)
 TO_THE_END = [JobState.PLANNING, JobState.QUEUED, JobState.RUNNING]

@@ -16,11 +16,11 @@ from batchmill.jobs.intake.estimate import ByLength, EstimateOrder, RowTokens, e
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.types import DatasetSpec, JobView, Limits, ModelSpec, OutputSchema, Policy, Price, Request, Usage
-from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.native import Estimate, EstimateRange
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 PRICE = Price(input=2.0, output=10.0)
 

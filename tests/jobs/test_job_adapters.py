@@ -20,8 +20,8 @@ from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
-from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import CHAT, OpenAIForm
 
 FRONTEND = {"frontend": "openai"}
 

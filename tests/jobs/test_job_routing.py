@@ -7,8 +7,8 @@ import pytest
 from batchmill.jobs.intake import routing
 from batchmill.jobs.intake.routing import choose
 from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 NOW, HOUR, DAY = 1_000_000.0, 3600.0, 86_400.0
 BATCH = ModelSpec("cheap", "provider_batch", "gpt", provider="openai", price=Price(1.0, output=2.0))

@@ -11,9 +11,9 @@ from batchmill.jobs.ledger.ledger import LeasedShard
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.pools.job_run import CRASHES_MAX, USER_CODE_DEATHS, JobRun
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Grant
+from batchmill.wire.rows.forms import OpenAIForm
 
 SHARDS, SHARD_ROWS = 5, 4
 

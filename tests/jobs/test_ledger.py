@@ -20,8 +20,8 @@ from batchmill.states import JobState
 from batchmill.store.sql import tables
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, JobQuery, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 SHARD = Shard(0, 100, 120, 0)
 

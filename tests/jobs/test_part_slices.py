@@ -20,8 +20,8 @@ from batchmill.errors import InputChanged, StorageFailed
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.frames import RunTask
 from batchmill.jobs.ledger.plan import iter_rejected
-from batchmill.jobs.results import index_slices
-from batchmill.jobs.results.part_orders import PartOrder
+from batchmill.jobs.results.parts import index_slices
+from batchmill.jobs.results.parts.part_orders import PartOrder
 from batchmill.object_store.urls import ObjectInfo
 from batchmill.store.segments import objects as segment_objects
 from batchmill.store.segments.objects import ObjectSource, folder_of, object_name

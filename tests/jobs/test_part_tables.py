@@ -17,8 +17,8 @@ from test_results_tables import answer, read_csv, table_job
 from batchmill.cli.jobs.result_parts import open_parts
 from batchmill.errors import InvalidInput
 from batchmill.jobs.results.gathering import gather
-from batchmill.jobs.results.output_folders import PartManifest, read_manifest
-from batchmill.jobs.results.parts_run import PartsRun
+from batchmill.jobs.results.parts.output_folders import PartManifest, read_manifest
+from batchmill.jobs.results.parts.parts_run import PartsRun
 from batchmill.jobs.results.results import COLUMNS_MAX, Learned, Manifest, check_output, merged
 from batchmill.types import RowError
 

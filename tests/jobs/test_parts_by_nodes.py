@@ -23,12 +23,12 @@ from batchmill.executors.ray import frames
 from batchmill.executors.ray.shared_store import SharedStore
 from batchmill.executors.ray.tasks import RayTasks
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.results import part_writers
 from batchmill.jobs.results.gathering import gather
-from batchmill.jobs.results.node_tries import FAILED_MAX, TRIES_MAX
-from batchmill.jobs.results.output_folders import Part, PartManifest, decode_manifest
-from batchmill.jobs.results.part_orders import PartOrder, PartsOrder, Written
-from batchmill.jobs.results.part_writers import (
+from batchmill.jobs.results.parts import part_writers
+from batchmill.jobs.results.parts.node_tries import FAILED_MAX, TRIES_MAX
+from batchmill.jobs.results.parts.output_folders import Part, PartManifest, decode_manifest
+from batchmill.jobs.results.parts.part_orders import PartOrder, PartsOrder, Written
+from batchmill.jobs.results.parts.part_writers import (
     CHECK,
     CODE_CHARS_MAX,
     LEARN,
@@ -37,7 +37,7 @@ from batchmill.jobs.results.part_writers import (
     can_use_nodes,
     checked,
 )
-from batchmill.jobs.results.parts_run import PartsRun
+from batchmill.jobs.results.parts.parts_run import PartsRun
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
@@ -47,7 +47,7 @@ from batchmill.store.sql.database import Database
 from batchmill.store.sql.sqlite import SqliteBackend
 from batchmill.types import RowError, SegmentPlace
 from batchmill.types.connectors import Storage
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 JOB, BUCKET = "job_" + "a" * 20, "parts"
 OUTPUT = f"s3://{BUCKET}/out/"

@@ -11,8 +11,8 @@ from datasets.killed_validators import kill_pools
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 ROWS = 30_000
 

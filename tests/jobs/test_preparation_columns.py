@@ -5,8 +5,8 @@ import pytest
 from batchmill.jobs.intake.preparation import seal_order
 from batchmill.jobs.results.results import COLUMNS_MAX
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from finished_job import FinishedJob, quiet, write_requests
 
 from batchmill.errors import Conflict, InvalidInput, LedgerBroken, StorageFailed
 from batchmill.jobs.results.gathering import gather
-from batchmill.jobs.results.output_folders import (
+from batchmill.jobs.results.parts.output_folders import (
     LocalFolder,
     ObjectFolder,
     Part,
@@ -25,13 +25,13 @@ from batchmill.jobs.results.output_folders import (
     read_manifest,
     seen_manifest,
 )
-from batchmill.jobs.results.part_gathering import index_offloaded, part_offloaded, publish_offloaded
-from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
+from batchmill.jobs.results.parts.part_gathering import index_offloaded, part_offloaded, publish_offloaded
+from batchmill.jobs.results.parts.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
 from batchmill.jobs.results.results import Manifest
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import parse_url
 from batchmill.types import RowError
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 JOB, OTHER_JOB = "job_" + "a" * 20, "job_" + "b" * 20
 CONTENTS = ["a", "b", "a", "c", "b", "a", "d", "e", "c", "f", "g", "h"]

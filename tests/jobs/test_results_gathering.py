@@ -17,7 +17,7 @@ from batchmill.jobs.results.results import GatherOrder, Manifest
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import RowError
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 CONTENTS = ["a", "b", "a", "c", "b", "a", "d", "e", "c", "f", "g", "h"]
 UNRUN = RowError("unrun", "it never ran")

@@ -12,11 +12,12 @@ from finished_job import FinishedJob, quiet
 from msgspec.structs import replace
 
 from batchmill.errors import InputChanged, LedgerBroken
-from batchmill.jobs.results import appended_columns, column_windows
+from batchmill.jobs.results import column_windows
 from batchmill.jobs.results.gathering import gather, partial
+from batchmill.jobs.results.parquet import appended_columns
 from batchmill.store.segments.format import BlockMeta, frame_columns
 from batchmill.types import RowError
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 ROWS = 10
 

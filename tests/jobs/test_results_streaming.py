@@ -11,7 +11,7 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import SegmentRef
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 ROWS = 24
 

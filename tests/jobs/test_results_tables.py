@@ -22,13 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput, StorageFull
-from batchmill.jobs.results import result_columns, result_parquet
+from batchmill.jobs.results import result_columns
 from batchmill.jobs.results.gathering import TableSource, create_table, gather
+from batchmill.jobs.results.parquet import result_parquet
 from batchmill.store import part_files
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
-from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.rows.forms import TableForm
 
 
 def table_job(tmp_path: Path, rows: list[str], *, keys: bool = False) -> FinishedJob:

@@ -18,7 +18,7 @@ from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.states import JobState
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy, RowError
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 ROWS = 24
 TOGETHER = OpenAIForm(together=True)

@@ -34,8 +34,8 @@ from batchmill.types import (
     ReplyRules,
     ReuseCount,
 )
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 CODE = """
 import os

@@ -9,8 +9,8 @@ from fakes.web_files import WebFile, web_files
 
 from batchmill.jobs.intake.reuse_media import AT_ONCE, SILENT_MAX, EarlierMedia
 from batchmill.types import DatasetSpec, FetchedPart
-from batchmill.wire.forms import FETCHED
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rows.forms import FETCHED
+from batchmill.wire.rows.rendered_rows import MediaPart, with_media
 
 PNG = b"\x89PNG\r\n\x1a\npixels"
 

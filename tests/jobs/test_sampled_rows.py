@@ -17,10 +17,10 @@ from batchmill.jobs.ledger.sampled_rows import MaskOrder, masks, masks_offloaded
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, Sample, SegmentRef, Usage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import unpack_u32
 from batchmill.wire.native import PlanSample
+from batchmill.wire.rows.forms import OpenAIForm
 from batchmill.wire.sampling import rows_of
 
 ROWS, SHARD_ROWS = 20, 4

@@ -15,8 +15,8 @@ from batchmill.jobs.results.result_columns import field_kinds
 from batchmill.jobs.results.results import ColumnKind
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, OutputSchema, Row, RowError
-from batchmill.wire.forms import TableForm
-from batchmill.wire.output_schema import schema_of_fields
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.schemas.output_schema import schema_of_fields
 
 TEXTS = ["a", "b", "c"]
 REPLY = b'{"choices":[{"message":{"content":"said"}}]}'

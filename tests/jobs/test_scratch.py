@@ -10,8 +10,8 @@ import pytest
 from batchmill.jobs.ledger import scratch
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.types import DatasetSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 SPEC = JobSpec(
     id="job_1", dataset=DatasetSpec(["/data/in.jsonl"]), models=[], form=OpenAIForm(), policy=Policy(), output=None,

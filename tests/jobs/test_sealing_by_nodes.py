@@ -27,16 +27,16 @@ from batchmill.jobs.intake import node_sealing
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
 from batchmill.jobs.intake.preview import seal_and_plan
-from batchmill.jobs.results.node_tries import FAILED_MAX, TRIES_MAX
-from batchmill.jobs.results.part_writers import Nodes
+from batchmill.jobs.results.parts.node_tries import FAILED_MAX, TRIES_MAX
+from batchmill.jobs.results.parts.part_writers import Nodes
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.sqlite import SqliteBackend
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.types.connectors import Storage
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 JOB, BUCKET = "job_" + "b" * 20, "sealing"
 ROWS, RANGE, SPAN, LINE_MAX = 500, 4000, 16_000, 9000

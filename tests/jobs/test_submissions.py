@@ -13,8 +13,8 @@ from batchmill.errors import Conflict
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.records import BLIND_S, KEPT_S
 from batchmill.types import DatasetSpec, ModelSpec, Once, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 TAKEN = 1000.0
 KEYED = Once("key:1", "f" * 64)

@@ -15,8 +15,8 @@ from batchmill.jobs import turns
 from batchmill.jobs.service import JobService
 from batchmill.jobs.turns import Turns
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 CODE = """
 import os, time

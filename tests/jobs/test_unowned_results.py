@@ -10,7 +10,7 @@ import pytest
 from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs import runner
 from batchmill.jobs.results.object_results import UploadOrder, upload_offloaded
-from batchmill.jobs.results.output_folders import ObjectFolder
+from batchmill.jobs.results.parts.output_folders import ObjectFolder
 from batchmill.jobs.results.results import Manifest, ResultFile
 from batchmill.owner_clock import TermFile, now_s
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec

@@ -7,7 +7,7 @@ import pytest
 from batchmill.errors import InvalidInput
 from batchmill.models.paths import PATH_CHARS_MAX, PATHS_MAX, answers, check_paths, paths_of
 from batchmill.types import ModelSpec
-from batchmill.wire.forms import URLS
+from batchmill.wire.rows.forms import URLS
 
 
 def spec(engine: str, **fields: object) -> ModelSpec:

@@ -18,8 +18,8 @@ from batchmill.store.file_log import FileLog
 from batchmill.store.sql.tables import jobs
 from batchmill.store.stored_files import LocalFiles
 from batchmill.types import DatasetSpec, JobView, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 JOB = "job_" + "0" * 20
 

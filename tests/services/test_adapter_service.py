@@ -20,8 +20,8 @@ from batchmill.services.adapters.service import REMOVED_S
 from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire import adapter_bundles
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from batchmill.services.remote.changes import new_id
 from batchmill.services.remote.connectors import Endpoints
 from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ from batchmill.types import (
 )
 from batchmill.wire import bundles
 from batchmill.wire.bundles import SCHEMA, Deployed, DeployOrder
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 ONE, TWO = (Caller(name, Scope.DEPLOY, key=f"key-{name}") for name in ("one", "two"))
 CODE = "import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\n    def __post_init__(self): {number}\n"

@@ -26,8 +26,8 @@ from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tenso
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
 from batchmill.wire.bundles import Backend, DeployOrder
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 ANYBODY = Caller("default", Scope.SUBMIT)
 DOUBLER = "def example_doubler(foo: int):\n    return 2 * foo\n"

@@ -59,8 +59,8 @@ from batchmill.types import (
 )
 from batchmill.wire import bundles
 from batchmill.wire.bundles import DeployOrder
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 MOST, OTHERS = 3, 1
 TARGET = VersionTarget("f", "main", 1, ModelSpec("m", "function", "s"))

@@ -21,8 +21,8 @@ from batchmill.services.webhooks.endpoints import WebhookService
 from batchmill.services.webhooks.outbox import Outbox
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 FILE_SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
 ALL = ["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]

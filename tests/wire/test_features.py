@@ -10,7 +10,7 @@ from batchmill.datasets import bodies
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import ModelSpec
 from batchmill.wire.features import FEATURES, check_features, features_of
-from batchmill.wire.forms import CHAT, EMBEDDINGS, MESSAGES, RESPONSES
+from batchmill.wire.rows.forms import CHAT, EMBEDDINGS, MESSAGES, RESPONSES
 
 SAID = [{"role": "user", "content": "hi"}]
 NONE: frozenset[str] = frozenset()

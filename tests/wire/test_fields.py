@@ -1,7 +1,7 @@
 """Which body fields an engine server knows."""
 
 from batchmill.wire.fields import KNOWN_FIELDS, NO_EFFECT, fields_of_openapi, refusal, unknown_fields
-from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS
+from batchmill.wire.rows.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS
 
 
 def test_every_url_has_its_fields():

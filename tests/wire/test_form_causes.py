@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.types import Outcome, Row, RowError
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 REFUSED = RowError("too_long", "the prompt: too long")
 

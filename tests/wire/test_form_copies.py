@@ -7,7 +7,7 @@ import json
 import pytest
 
 from batchmill.types import MediaColumn, OutputSchema
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 SCHEMA = OutputSchema('{"type":"object","properties":{"label":{"type":"string"}}}')
 REPLY = {"status_code": 200, "request_id": "req_1", "body": {"text": "fine", "usage": {"total_tokens": 9}}}

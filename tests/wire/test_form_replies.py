@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from batchmill.engines.retry import read_reply
 from batchmill.types import Outcome, Row, Usage
-from batchmill.wire.forms import RESPONSES, TOKENS_MAX, TableForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.rows.forms import RESPONSES, TOKENS_MAX, TableForm, usage_of
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),

@@ -14,7 +14,7 @@ from batchmill.errors import BatchmillError
 from batchmill.types import RemoteJob
 from batchmill.wire import json_bytes
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep, shallow
-from batchmill.wire.json_templates import is_json
+from batchmill.wire.rows.json_templates import is_json
 
 DEEP = b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1)  # which the decoders of every Python can read
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput
-from batchmill.wire.json_templates import DEPTH_MAX, Filling, JsonTemplate, is_payload
+from batchmill.wire.rows.json_templates import DEPTH_MAX, Filling, JsonTemplate, is_payload
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),

@@ -19,7 +19,7 @@ from batchmill.wire.media_tokens import (
     seconds_of,
     size_of,
 )
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 
 def png(width: int, height: int) -> bytes:

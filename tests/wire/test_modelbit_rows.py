@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, TooLarge
 from batchmill.types import Interface, Tensor
-from batchmill.wire import modelbit_rows
 from batchmill.wire.calls import CALL_FORMS, NAMED, POSITIONAL, WITH_IDS, CallError, FunctionResults
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.rows import modelbit_rows
 
 ROWS = CALL_FORMS["rows"]
 ONE = Interface([Tensor("foo")])

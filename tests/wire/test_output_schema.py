@@ -8,7 +8,8 @@ import pytest
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import EarlierAnswer, OutputSchema, Usage
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.output_schema import (
+from batchmill.wire.replies import text_and_flaws_of, with_text
+from batchmill.wire.schemas.output_schema import (
     ANSWER_TOOL,
     CHAT,
     MESSAGES,
@@ -21,8 +22,7 @@ from batchmill.wire.output_schema import (
     with_schema,
     words_of,
 )
-from batchmill.wire.replies import text_and_flaws_of, with_text
-from batchmill.wire.schema_validation import MISFIT, SchemaValidator, check_schema
+from batchmill.wire.schemas.schema_validation import MISFIT, SchemaValidator, check_schema
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.wire.json_templates import Placeholder, find_placeholders, split
+from batchmill.wire.rows.json_templates import Placeholder, find_placeholders, split
 
 
 def hole(name, default=None, scope="parameters"):

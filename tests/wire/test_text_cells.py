@@ -4,7 +4,7 @@ import pytest
 
 from batchmill.errors import InvalidRow
 from batchmill.types import Tensor
-from batchmill.wire.text_cells import CellReader
+from batchmill.wire.rows.text_cells import CellReader
 
 GOOD = [
     ("INT64", [1], " -7 ", -7), ("UINT8", [1], "255", 255), ("FP64", [1], "1.5e3", 1500.0), ("FP32", [1], ".5", 0.5),

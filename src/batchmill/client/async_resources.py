@@ -40,7 +40,7 @@ from batchmill.wire.native import (
     VersionInfo,
 )
 from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
-from batchmill.wire.result_rows import RowPicker, RowShape, added_by, number_in
+from batchmill.wire.rows.result_rows import RowPicker, RowShape, added_by, number_in
 
 if TYPE_CHECKING:
     import pandas

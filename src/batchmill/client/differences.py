@@ -14,7 +14,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import decode, encode, split_object, text_of
-from batchmill.wire.result_rows import Row, added_by, answer_columns
+from batchmill.wire.rows.result_rows import Row, added_by, answer_columns
 
 CUSTOM_ID = "custom_id"
 CHARS_SHOWN = 80  # of a value, in a message

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
-from batchmill.wire.forms import ERROR, OUTPUT
+from batchmill.wire.rows.forms import ERROR, OUTPUT
 
 if TYPE_CHECKING:
     import pandas

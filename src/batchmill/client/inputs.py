@@ -20,7 +20,6 @@ from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
 from batchmill.wire.choices import values_at
-from batchmill.wire.class_schemas import schema_of
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
     BackendInfo,
@@ -38,6 +37,7 @@ from batchmill.wire.native import (
     Work,
 )
 from batchmill.wire.native_models import Adapters, Args, Text, Token
+from batchmill.wire.schemas.class_schemas import schema_of
 
 W = TypeVar("W", bound=Work)
 Upload: TypeAlias = str | os.PathLike[str] | BinaryIO

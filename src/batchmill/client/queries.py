@@ -15,7 +15,7 @@ from batchmill.client.result_copies import ResultCopy
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
 from batchmill.wire.json_bytes import join_object
-from batchmill.wire.result_rows import FLAT, projected
+from batchmill.wire.rows.result_rows import FLAT, projected
 
 if TYPE_CHECKING:
     import pyarrow

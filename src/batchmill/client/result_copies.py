@@ -17,10 +17,10 @@ from batchmill.client.frame_shapes import is_parquet
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
 from batchmill.types import JobView
-from batchmill.wire.csv_lines import csv_lines
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.result_rows import Row, flat_rows, is_openai, number_in
+from batchmill.wire.rows.csv_lines import csv_lines
+from batchmill.wire.rows.result_rows import Row, flat_rows, is_openai, number_in
 
 ROWS_AT_ONCE = 1000
 CSV, GZIP, ZSTD = ".csv", ".gz", ".zst"  # ends of names
@@ -54,7 +54,7 @@ class ResultCopy(Struct, frozen=True):
     def lines(self) -> Iterator[bytes]:
         """Every row as a JSON object, in the order of the input."""
         if self.path is not None and self.is_parquet:
-            read = require("batchmill.wire.parquet_lines:result_lines", "results in Parquet", InvalidInput)
+            read = require("batchmill.wire.rows.parquet_lines:result_lines", "results in Parquet", InvalidInput)
             return read(self.path, ROWS_AT_ONCE)
         files = [
             *([_lines_of(self.path, self.name)] if self.path is not None else []),

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from batchmill.errors import Forbidden
 from batchmill.wire.bundles import SCHEMA
-from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.native import VersionInfo
+from batchmill.wire.schemas.class_schemas import has_validators, schema_of
 
 OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
 

@@ -13,7 +13,7 @@ from batchmill.datasets.media.adding import MediaAdder
 from batchmill.datasets.orders import KeepMedia, SealOrder
 from batchmill.datasets.templates.renderer import TemplateRenderer
 from batchmill.types import PromptTemplate
-from batchmill.wire.forms import TableForm
+from batchmill.wire.rows.forms import TableForm
 
 
 class RowAdditions:

@@ -16,7 +16,7 @@ from batchmill.errors import InvalidRow
 from batchmill.wire import features as body_features
 from batchmill.wire import fields
 from batchmill.wire.features import Guarded
-from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchmill.wire.rows.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 # These fields would redirect a row, or our credentials, to another address (CVE-2024-6587).
 REFUSED_FIELDS = ("api_base", "base_url", "api_key", "headers", "extra_body", "extra_headers")

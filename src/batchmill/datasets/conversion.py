@@ -28,8 +28,8 @@ from batchmill.datasets.validation import id_of, quoted
 from batchmill.errors import InputChanged
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, Problem, Seal, SealedFile
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.native import SealReport
+from batchmill.wire.rows.forms import OpenAIForm
 
 COPY_BYTES = 8 * 1024 * 1024
 PROBLEMS_MAX = 10_000  # problems of unreadable rows that are reported; further ones are only counted

@@ -19,7 +19,7 @@ from batchmill.errors import (
     StorageFull,
 )
 from batchmill.types import DatasetSpec, SealedFile
-from batchmill.wire.forms import Form
+from batchmill.wire.rows.forms import Form
 
 Fold = Literal["deterministic", "all", "none"]
 KeepMedia = Callable[[str, bytes], None]  # gets the BLAKE3 of a file's content, and the content

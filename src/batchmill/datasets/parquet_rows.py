@@ -25,7 +25,7 @@ from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.function_runtime.installed import installed
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec
-from batchmill.wire.parquet_lines import lines_in
+from batchmill.wire.rows.parquet_lines import lines_in
 
 COLUMNS_MAX = 10_000
 ROW_GROUPS_MAX = 1_000_000

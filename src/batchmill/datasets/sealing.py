@@ -30,9 +30,9 @@ from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, Inval
 from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
-from batchmill.wire.forms import Form, OpenAIForm, TableForm
 from batchmill.wire.native import SealReport
-from batchmill.wire.output_schema import VALIDATION
+from batchmill.wire.rows.forms import Form, OpenAIForm, TableForm
+from batchmill.wire.schemas.output_schema import VALIDATION
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 

@@ -17,10 +17,10 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.request_digests import digests_of
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
-from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers, split_object, text_of
-from batchmill.wire.output_schema import columns_of
-from batchmill.wire.rendered_rows import MEDIA, PROMPT, fault_of
+from batchmill.wire.rows.forms import RowLine, TableForm
+from batchmill.wire.rows.rendered_rows import MEDIA, PROMPT, fault_of
+from batchmill.wire.schemas.output_schema import columns_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
 ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter

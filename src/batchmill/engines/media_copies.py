@@ -11,7 +11,7 @@ from batchmill.errors import InvalidRow, StorageFailed
 from batchmill.models import secrets
 from batchmill.store.media_copies import path_of
 from batchmill.store.objects import StoreObjects
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 READ_BYTES = 8 * 1024 * 1024  # of an object, in one request
 

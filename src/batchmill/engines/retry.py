@@ -16,8 +16,8 @@ from msgspec import Raw, Struct
 from batchmill.models.redaction import mask
 from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.error_statuses import decode_error, error_in
-from batchmill.wire.forms import counted, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep, oddity
+from batchmill.wire.rows.forms import counted, usage_of
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048

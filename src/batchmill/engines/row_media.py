@@ -24,7 +24,7 @@ from batchmill.ports import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import HEAD_BYTES, encoded_bytes, type_for
-from batchmill.wire.rendered_rows import MediaPart, media_of
+from batchmill.wire.rows.rendered_rows import MediaPart, media_of
 
 READS_MAX = 16  # rows whose media are read at once
 MEDIA_BYTES_MAX = 128 * 1024 * 1024  # of media in memory, as base64: loaded ones and calls; and those of one row more

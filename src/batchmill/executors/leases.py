@@ -31,12 +31,12 @@ from batchmill.types import (
     SegmentRef,
     Usage,
 )
-from batchmill.wire.forms import Form, TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
-from batchmill.wire.output_schema import WORDS_BYTES_MAX
-from batchmill.wire.rendered_rows import media_of
+from batchmill.wire.rows.forms import Form, TableForm
+from batchmill.wire.rows.rendered_rows import media_of
+from batchmill.wire.schemas.output_schema import WORDS_BYTES_MAX
 
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.

@@ -24,7 +24,6 @@ from batchmill.executors.validators.validators import ValidatorFailed, Validator
 from batchmill.models import redaction
 from batchmill.optional import require
 from batchmill.types import EarlierAnswer, Outcome, OutputSchema, Row, RowError, Usage
-from batchmill.wire.output_schema import VALIDATION, read_json
 from batchmill.wire.replies import (
     ASKED_AGAIN,
     FILTERED,
@@ -36,9 +35,10 @@ from batchmill.wire.replies import (
     text_and_flaws_of,
     with_text,
 )
+from batchmill.wire.schemas.output_schema import VALIDATION, read_json
 
 if TYPE_CHECKING:
-    from batchmill.wire.schema_validation import SchemaValidator
+    from batchmill.wire.schemas.schema_validation import SchemaValidator
 
 FINAL = (TRUNCATED, FILTERED, REFUSED)  # flaws of an answer that is not asked for again: the next one would have them
 REPEATED_CHARS_MAX = 64 * 1024  # a longer answer is not sent back to its model

@@ -22,11 +22,11 @@ from batchmill.inprocess.functions import FunctionFiles
 from batchmill.jobs.intake.fetching import detect_format
 from batchmill.models.registry import ModelFlags, checked_budget
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
-from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.input_urls import is_web_url
 from batchmill.wire.media import media_columns
 from batchmill.wire.native import Name, NewJob
 from batchmill.wire.sampling import sample_of
+from batchmill.wire.schemas.class_schemas import has_validators, schema_of
 
 Model = str | Callable[..., Any] | type
 FLAGS = {each.name for each in fields(ModelFlags)}

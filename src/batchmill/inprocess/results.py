@@ -26,14 +26,14 @@ from batchmill.config import Config
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.jobs.ledger.files import is_folder
-from batchmill.jobs.results.output_folders import read_manifest
+from batchmill.jobs.results.parts.output_folders import read_manifest
 from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, lines_of
 from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import join_object, split_object
-from batchmill.wire.result_rows import RowShape, added_by, flat, is_openai, projected
+from batchmill.wire.rows.result_rows import RowShape, added_by, flat, is_openai, projected
 
 if TYPE_CHECKING:
     import pyarrow

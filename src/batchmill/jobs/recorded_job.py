@@ -30,7 +30,7 @@ from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.results.counted_commits import CountedCommits
-from batchmill.jobs.results.part_writers import Nodes
+from batchmill.jobs.results.parts.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
@@ -39,9 +39,9 @@ from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
 from batchmill.store.part_files import HeldFile
 from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
-from batchmill.wire.forms import TableForm
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 
 class NotStored(Exception):

@@ -21,8 +21,8 @@ from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
 from batchmill.wire import sampling
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 NAMES_MAX = 100  # of the models and adapters that rows go to, as they are shown
 # Where the job's own message does not say what to do.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from batchmill.errors import InvalidInput
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec
-from batchmill.wire.forms import CHAT, EMBEDDINGS, MESSAGES, MODERATIONS, URLS
+from batchmill.wire.rows.forms import CHAT, EMBEDDINGS, MESSAGES, MODERATIONS, URLS
 
 PATHS_MAX = 64  # that the configuration may add to one model
 PATH_CHARS_MAX = 200

@@ -22,7 +22,7 @@ from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.calls import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
-from batchmill.wire.forms import usage_of
+from batchmill.wire.rows.forms import usage_of
 
 HOLDER = "live calls"  # of the adapters that engines may load: they stay until this process ends
 SHOWN_CHARS = 80  # of an unknown path, in a message

@@ -353,7 +353,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
 
     dataset: DatasetSpec
     models: list[ModelSpec]
-    prompt: str | None = None  # the following five as in wire.forms.TableForm
+    prompt: str | None = None  # the following five as in wire.rows.forms.TableForm
     system: str | None = None
     template: PromptTemplate | None = None  # in the place of `prompt`
     media: list[MediaColumn] = []  # beside the prompt, in this order

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Interface
-from batchmill.wire import forms
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
+from batchmill.wire.rows import forms
 
 # The layouts of `ParsedCalls.calls`. `columns` is for tensors; the others have an item for each row.
 POSITIONAL = "positional"  # [[first, second, …], …]
@@ -122,8 +122,8 @@ def failure(error: CallError, row_name: str = "") -> BatchmillError:
 
 ARGUMENTS, ROWS, TENSORS, INFERLESS_TENSORS = "arguments", "rows", "tensors", "inferless_tensors"
 FORMS = {
-    ARGUMENTS: "batchmill.wire.modelbit_rows:ArgumentsForm",
-    ROWS: "batchmill.wire.modelbit_rows:RowsForm",
+    ARGUMENTS: "batchmill.wire.rows.modelbit_rows:ArgumentsForm",
+    ROWS: "batchmill.wire.rows.modelbit_rows:RowsForm",
     TENSORS: "batchmill.wire.tensors.forms:TensorsForm",
     INFERLESS_TENSORS: "batchmill.wire.tensors.forms:InferlessTensorsForm",
 }

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidRow
-from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 from batchmill.wire.json_bytes import encode, join_object, split_object
+from batchmill.wire.rows.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 # OpenAI's fields that cannot change an answer. They are accepted everywhere, and have no effect in a managed engine.
 NO_EFFECT = frozenset(

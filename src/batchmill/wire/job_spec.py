@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried, Sample
-from batchmill.wire.forms import Form
+from batchmill.wire.rows.forms import Form
 
 NO_SAMPLE = "no_sample"  # the code of the error for rows of a sample that a job does not have
 EXISTS = "output_exists"  # the code of the error for an output that is there, and not the job's

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchmill.errors import InvalidRow
 from batchmill.types import LoadedPart, MediaColumn
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 IMAGE, AUDIO, DOCUMENT = KINDS = ("image", "audio", "document")
 HEAD_BYTES = 16  # that show the type of a content

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from batchmill.types import ModelSpec
 from batchmill.wire.media import AUDIO, DOCUMENT, IMAGE, type_of
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 HEAD_BYTES_MAX = 192 * 1024  # of a content, in which its size is looked for; a JPEG may have a thumbnail before it
 BYTES_A_TOKEN = 4  # of text, where a size in bytes stands for tokens

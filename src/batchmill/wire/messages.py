@@ -26,7 +26,7 @@ from batchmill.types import (
 )
 from batchmill.types.models import Charge, Poison, Suspect
 from batchmill.wire.error_statuses import Raised
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 GRANTS_REQUESTED_MAX = 8  # of one job, at once

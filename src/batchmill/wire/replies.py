@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.types import RowError
-from batchmill.wire.output_schema import ANSWER_TOOL
+from batchmill.wire.schemas.output_schema import ANSWER_TOOL
 
 TRUNCATED, FILTERED, REFUSED = "truncated", "filtered", "refused"
 EMPTY, REPEATING = "empty", "repeating"

@@ -13,7 +13,7 @@ from batchmill.dialects.modelbit.dialect import LIMITS, TYPES, ModelbitDialect, 
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, Unauthenticated, Unavailable
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.wire.calls import MODEL_CODES
-from batchmill.wire.forms import URLS
+from batchmill.wire.rows.forms import URLS
 
 REPEATED = {429, 500, 502, 503, 504}  # by the published client, five times
 TRACE = 'Traceback (most recent call last):\n  File "app.py", line 2, in f\nValueError: foo is\nnegative'

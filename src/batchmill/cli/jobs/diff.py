@@ -17,7 +17,7 @@ from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.jobs.results.result_rows import CSV, ResultSource, kind_of
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import join_object, text_of
-from batchmill.wire.result_rows import ERROR, OUTPUT, Row, flat_rows
+from batchmill.wire.rows.result_rows import ERROR, OUTPUT, Row, flat_rows
 
 EXIT_DIFFERENT = 1  # as of diff(1)
 KEY_CHARS, CELL_CHARS = 16, 30  # of a line that is shown

@@ -31,8 +31,8 @@ from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.media import KINDS as MEDIA_KINDS
 from batchmill.wire.media import media_columns
-from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
 from batchmill.wire.sampling import SEED, SEED_MAX, sample_of
+from batchmill.wire.schemas.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
 
 TEMPLATE_BYTES_MAX = 1024 * 1024  # of a file with a template
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill

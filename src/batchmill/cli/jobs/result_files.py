@@ -33,7 +33,7 @@ from batchmill.jobs.results.results import check_kind
 from batchmill.optional import require
 from batchmill.types import OutputSchema
 from batchmill.wire.job_spec import EXISTS
-from batchmill.wire.result_rows import RowShape
+from batchmill.wire.rows.result_rows import RowShape
 
 STDOUT = "-"
 COPY_BYTES = 1024 * 1024
@@ -199,7 +199,7 @@ def write_rows(source: ResultSource, wanted: Wanted, protected: Sequence[str], s
     if wanted.output is not None:
         refuse_compression(wanted.output)
     if kind == PARQUET and kind_of(source.name)[0] == PARQUET:
-        copy = require("batchmill.jobs.results.parquet_selection:copy_selected", "results as Parquet")
+        copy = require("batchmill.jobs.results.parquet.parquet_selection:copy_selected", "results as Parquet")
         table = scratch / f"table.{kind}"
         rows = copy(source.path, table, wanted.shape, only_failed=wanted.only_failed)
         _copy(table, wanted, protected)

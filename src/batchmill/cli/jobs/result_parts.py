@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.files import MANIFEST_NAME
-from batchmill.jobs.results.output_folders import Part, read_manifest
+from batchmill.jobs.results.parts.output_folders import Part, read_manifest
 from batchmill.object_store.urls import is_object_url, open_store
 
 PIECE_BYTES = 256 * 1024

@@ -22,7 +22,7 @@ from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, lines_o
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.result_rows import RowShape, added_by, is_openai
+from batchmill.wire.rows.result_rows import RowShape, added_by, is_openai
 
 OUTPUT_FORMATS = ("jsonl", "csv", "parquet")
 WITH_RESULTS = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)  # states with result files

@@ -25,11 +25,11 @@ from batchmill.datasets.readers import open_rows
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, request_lines
 from batchmill.types import JobOrder, JobView
-from batchmill.wire import forms
-from batchmill.wire.forms import ERROR, FETCHED, FOLDED_FROM, OUTPUT, WARNINGS_COLUMN
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.result_rows import Row, added_by, flat, is_openai, row_number
+from batchmill.wire.rows import forms
+from batchmill.wire.rows.forms import ERROR, FETCHED, FOLDED_FROM, OUTPUT, WARNINGS_COLUMN
+from batchmill.wire.rows.result_rows import Row, added_by, flat, is_openai, row_number
 from batchmill.wire.sampling import rows_of
 
 ROWS_MAX = 50  # of a table

@@ -38,7 +38,7 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.results.result_rows import CSV, JSONL, PARQUET, ResultSource, ShapedRows, kind_of
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, JobView
-from batchmill.wire.result_rows import FLAT, RowShape, added_by
+from batchmill.wire.rows.result_rows import FLAT, RowShape, added_by
 
 ROWS_AT_ONCE = 1000
 

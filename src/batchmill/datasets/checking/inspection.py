@@ -20,8 +20,8 @@ from batchmill.datasets.sources import Source, describe, open_source
 from batchmill.datasets.validation import Bulk, CheckedLine, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.types import Request, RowError, SealedFile
-from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE
 from batchmill.wire.json_bytes import is_too_deep, oddity, openings
+from batchmill.wire.rows.forms import EMBEDDINGS, RERANK, SCORE
 
 LEVELS = (128, 256, 512, 1024, 2048, 4096)  # bytes of a prompt; each has 10 bits of the key, the shortest the highest
 LEVEL_BITS = 10

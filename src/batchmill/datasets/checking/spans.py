@@ -35,7 +35,7 @@ from batchmill.datasets.request_digests import DIGEST_BYTES, FOLD_BYTES
 from batchmill.datasets.validation import ADAPTERS_MAX, HubPatterns
 from batchmill.errors import BatchmillError, InvalidDataset
 from batchmill.types import SealedFile
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.rows.forms import OpenAIForm
 
 SPAN_BYTES = 8 * RANGE_BYTES  # of the rows that a machine checks at a time
 SPAN_RANGES_MAX = 512  # and their number: files may be small

@@ -29,7 +29,7 @@ from batchmill.types import DatasetSpec, MediaColumn
 from batchmill.wire.input_urls import WEB_URL_CHARS_MAX, is_web_url
 from batchmill.wire.media import AUDIO, HEAD_BYTES, IMAGE, type_for
 from batchmill.wire.media_tokens import HEAD_BYTES_MAX, seconds_of, size_of
-from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
+from batchmill.wire.rows.rendered_rows import FAULT, MediaPart, with_fault, with_media
 
 SHOWN_CHARS = 80
 KNOWN_MAX = 4096  # files that were copied, of which rows may follow each other

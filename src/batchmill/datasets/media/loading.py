@@ -14,9 +14,9 @@ from blake3 import blake3
 from batchmill.datasets.media.files import read_file
 from batchmill.errors import InvalidRow
 from batchmill.types import LoadedPart, Request, Row
-from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import decode
-from batchmill.wire.rendered_rows import MediaPart
+from batchmill.wire.rows.forms import TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart
 
 
 def has_media(row: Row) -> bool:

@@ -40,7 +40,7 @@ from batchmill.datasets.templates.messages import (
 )
 from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import text_of
-from batchmill.wire.rendered_rows import with_fault, with_prompt
+from batchmill.wire.rows.rendered_rows import with_fault, with_prompt
 
 SHOWN_CHARS = 300  # of an error of a template
 TEMPLATE = "<template>"  # what Jinja2 calls the file of a template that came as text

@@ -38,7 +38,7 @@ from batchmill.datasets.templates.messages import (
 from batchmill.errors import InvalidDataset
 from batchmill.optional import require
 from batchmill.types import PromptTemplate
-from batchmill.wire.rendered_rows import with_fault
+from batchmill.wire.rows.rendered_rows import with_fault
 
 PROCESSES_MAX = 16
 PROGRAM = "batchmill.datasets.templates.process"

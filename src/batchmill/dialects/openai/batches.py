@@ -29,7 +29,7 @@ from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import EXPIRED, JobState
 from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, Once, Policy, Price, Scope, Submitted
-from batchmill.wire.forms import URLS
+from batchmill.wire.rows.forms import URLS
 
 JOB, BATCH = "job_", "batch_"
 

@@ -24,8 +24,8 @@ from batchmill.services.directory.rows import ServedModel
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, LiveHead, Scope
-from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 from batchmill.wire.json_bytes import decode, encode, join_object, split_object
+from batchmill.wire.rows.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 ENCODINGS = ("float", "base64")
 

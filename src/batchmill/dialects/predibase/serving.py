@@ -44,8 +44,8 @@ from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import fields
-from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow, split_object
+from batchmill.wire.rows.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
 
 EVENT_BYTES_MAX = 16 * 1024 * 1024  # limit of one event of the engine
 _DATA, _END, _DONE = b"data:", b"\n\n", b"[DONE]"

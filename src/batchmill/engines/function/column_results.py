@@ -15,8 +15,8 @@ from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.models import redaction
 from batchmill.types import ColumnBlock, ColumnResultBlock, Outcome, Row, Usage
 from batchmill.wire.calls import CallError
-from batchmill.wire.forms import usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
+from batchmill.wire.rows.forms import usage_of
 
 BLOCK_BYTES = 8 * 1024 * 1024  # of one block of results, about
 

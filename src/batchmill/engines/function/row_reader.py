@@ -14,9 +14,9 @@ from batchmill.function_runtime.row_lines import OPENAI, TABLE
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Interface, Row, RowBlock, RowError
 from batchmill.wire.calls import ARGUMENTS, form_of_body
-from batchmill.wire.forms import URLS, OpenAIForm, TableForm
 from batchmill.wire.json_bytes import encode, join_object, split_object
-from batchmill.wire.text_cells import CellReader
+from batchmill.wire.rows.forms import URLS, OpenAIForm, TableForm
+from batchmill.wire.rows.text_cells import CellReader
 
 ADDRESSES = ("model", "stream")  # fields of a body that are not arguments, unless the function names them
 

@@ -11,8 +11,8 @@ from msgspec import Struct
 from batchmill.function_runtime.row_lines import OTHER_FORM
 from batchmill.types import ColumnResultBlock, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.calls import CallError
-from batchmill.wire.forms import OpenAIForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
+from batchmill.wire.rows.forms import OpenAIForm, usage_of
 
 MESSAGE_CHARS_MAX = 2048
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep

@@ -17,8 +17,8 @@ from batchmill.models.paths import paths_of
 from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
 from batchmill.wire import fields
 from batchmill.wire.fields import KNOWN_FIELDS, refusal, unknown_fields
-from batchmill.wire.forms import CLASSIFY, with_model
 from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.rows.forms import CLASSIFY, with_model
 
 POLICY_FLAG = "scheduling-policy"
 LIVE_PRIORITY = -(2**31)  # lower goes first; rows have 0, or their own value

@@ -23,8 +23,8 @@ from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
 from batchmill.wire.error_statuses import decode_error
-from batchmill.wire.forms import RESPONSES
 from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.rows.forms import RESPONSES
 
 COMPLETED = b"response.completed"
 ENDS = {"incomplete": b"response.incomplete", "failed": b"response.failed"}  # by the status of the response

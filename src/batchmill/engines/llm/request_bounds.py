@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidRow
 from batchmill.types import Limits
-from batchmill.wire.forms import COMPLETIONS
+from batchmill.wire.rows.forms import COMPLETIONS
 
 PATTERN_CHARS_MAX = 16_384
 PATTERN_SIZE_MAX = 10_000  # pieces, with their repetitions

@@ -42,8 +42,8 @@ from batchmill.engines.provider_batch.settings import Access, count, read_limits
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.error_statuses import decode_error
-from batchmill.wire.forms import CHAT, MESSAGES
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows.forms import CHAT, MESSAGES
 
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"

@@ -13,8 +13,8 @@ import msgspec
 from batchmill.engines.provider_batch.chat_fields import asks_for_nothing, first_given, read_data_url
 from batchmill.errors import InvalidRow
 from batchmill.types import Usage
-from batchmill.wire.forms import counted
-from batchmill.wire.output_schema import ANSWER_TOOL, answer_tool
+from batchmill.wire.rows.forms import counted
+from batchmill.wire.schemas.output_schema import ANSWER_TOOL, answer_tool
 
 _IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _PDF = "application/pdf"

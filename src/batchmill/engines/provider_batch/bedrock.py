@@ -33,9 +33,9 @@ from batchmill.engines.provider_batch.sagemaker import name_of, short_name
 from batchmill.engines.provider_batch.settings import count, read_limits
 from batchmill.errors import InvalidRow
 from batchmill.types import ModelSpec, RemoteJob, Request, Usage
-from batchmill.wire import forms
-from batchmill.wire.forms import CHAT, MESSAGES, counted
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows import forms
+from batchmill.wire.rows.forms import CHAT, MESSAGES, counted
 
 INPUT, OUTPUT = "input.jsonl", "output"
 ANTHROPIC, ANTHROPIC_VERSION = "anthropic.", "bedrock-2023-05-31"

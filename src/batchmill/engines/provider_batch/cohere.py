@@ -39,8 +39,8 @@ from batchmill.engines.provider_batch.settings import Access, read_limits, text
 from batchmill.errors import InvalidRow, RouteFailed
 from batchmill.optional import require
 from batchmill.types import ModelSpec, RemoteJob, Request
-from batchmill.wire.forms import EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows.forms import EMBEDDINGS
 
 AVRO_READER = "batchmill.engines.provider_batch.cohere_avro:read"
 AVRO = b"Obj\x01"

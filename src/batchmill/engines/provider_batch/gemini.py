@@ -44,8 +44,8 @@ from batchmill.engines.provider_batch.settings import Access, argument, read_lim
 from batchmill.engines.retry import redact
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, ModelFailed, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
-from batchmill.wire.forms import CHAT, EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows.forms import CHAT, EMBEDDINGS
 
 VERSION = "v1beta"
 CHAT_LETTER, EMBED_LETTER = "c", "e"  # the first letter of a row's key says how its reply is read

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from batchmill.types import Usage
-from batchmill.wire.forms import counted
+from batchmill.wire.rows.forms import counted
 
 _FILTERS = (
     "SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII",

@@ -38,8 +38,8 @@ from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError
 from batchmill.wire.error_statuses import error_in
-from batchmill.wire.forms import EMBEDDINGS, with_model
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows.forms import EMBEDDINGS, with_model
 
 UNDONE = frozenset({"batch_expired", "batch_cancelled", "batch_canceled"})
 

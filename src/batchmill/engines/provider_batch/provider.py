@@ -16,8 +16,8 @@ from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, QuotaExhau
 from batchmill.models.redaction import MASK_BYTES
 from batchmill.ports import Clock
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError, Usage
-from batchmill.wire.forms import with_model
 from batchmill.wire.json_bytes import shallow
+from batchmill.wire.rows.forms import with_model
 
 
 class BatchLimits(Struct, frozen=True):

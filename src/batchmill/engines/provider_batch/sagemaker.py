@@ -34,8 +34,8 @@ from batchmill.engines.provider_batch.provider import (
 from batchmill.engines.provider_batch.settings import read_limits
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.types import ModelSpec, RemoteJob, Request
-from batchmill.wire.forms import usage_of
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.rows.forms import usage_of
 
 INPUT, OUTPUT = "input.jsonl", "output"
 JSON, JSON_LINES = "application/json", "application/jsonlines"

@@ -24,8 +24,8 @@ from batchmill.models.connectors.processing import prepare
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.ports import Clock
 from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError, Usage
-from batchmill.wire.forms import EMBEDDINGS, OpenAIForm, counted
 from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep, oddity
+from batchmill.wire.rows.forms import EMBEDDINGS, OpenAIForm, counted
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)
 _PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # usually from a proxy

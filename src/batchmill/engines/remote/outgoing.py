@@ -16,8 +16,8 @@ from batchmill.engines.retry import FailureStreak, Fault
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.models.paths import paths_of
 from batchmill.types import LiveRequest, ModelSpec, Row, Usage
-from batchmill.wire.forms import with_model
 from batchmill.wire.media_tokens import BYTES_A_TOKEN, MediaTokens
+from batchmill.wire.rows.forms import with_model
 
 OPENAI_URL = "https://api.openai.com/v1"
 

@@ -23,8 +23,8 @@ from batchmill.models.environments import Environments
 from batchmill.object_store.credentials import has_credentials
 from batchmill.store.objects import StoreObjects
 from batchmill.types import Isolation, Provision, SchemaVersion, SegmentPlace
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import AnswerLive, Open, Start, StoredFile
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 LIVE = "live"  # holds what live requests name,
 LIVE_FILES_MAX = 256  # the last so many adapters

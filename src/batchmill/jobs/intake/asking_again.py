@@ -8,7 +8,7 @@ from batchmill.datasets.checking.inspection import BYTES_A_TOKEN
 from batchmill.types import ModelSpec, Usage
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import EstimateRange
-from batchmill.wire.output_schema import WORDS_BYTES_MAX
+from batchmill.wire.schemas.output_schema import WORDS_BYTES_MAX
 
 IN_BATCHES = "each time in a further batch of the provider, which may take as long as the first"
 WORDS_TOKENS_MAX = WORDS_BYTES_MAX // BYTES_A_TOKEN  # in the message to a model about its answer, about

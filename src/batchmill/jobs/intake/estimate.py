@@ -25,13 +25,13 @@ from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
 from batchmill.jobs.ledger.sampled_rows import SampledRows, sampled_rows
 from batchmill.types import ModelSpec, Request, Row, Usage
-from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE, TableForm
 from batchmill.wire.input_urls import is_web_url
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.json_bytes import decode, encode, split_object
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.native import Estimate, EstimateRange, ModelEstimate
-from batchmill.wire.rendered_rows import MediaPart, media_of
+from batchmill.wire.rows.forms import EMBEDDINGS, RERANK, SCORE, TableForm
+from batchmill.wire.rows.rendered_rows import MediaPart, media_of
 from batchmill.wire.sampling import in_words
 
 MESSAGE_TOKENS = 4  # what a chat template puts around a message, about

@@ -10,8 +10,8 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.types import JobOrder, ModelSpec
 from batchmill.types.engine_traits import Source
-from batchmill.wire.forms import CHAT, TableForm
 from batchmill.wire.media import AUDIO, DOCUMENT, IMAGE, KINDS, MEDIA_COLUMNS_MAX
+from batchmill.wire.rows.forms import CHAT, TableForm
 
 # Batch APIs -> the kinds that their rows can hold here. The others take text alone.
 PROVIDER_KINDS = {

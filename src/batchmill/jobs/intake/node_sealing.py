@@ -21,8 +21,8 @@ from batchmill.datasets.checking.spans import CheckedSpan, Checks, SpanOrder, de
 from batchmill.datasets.sealing import Survey
 from batchmill.errors import BatchmillError
 from batchmill.jobs.intake.preparation import NodeChecks, Prepared, PrepareOrder
-from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node
-from batchmill.jobs.results.part_writers import Nodes, each
+from batchmill.jobs.results.parts.node_tries import FAILED_MAX, run_on_node
+from batchmill.jobs.results.parts.part_writers import Nodes, each
 from batchmill.object_store.urls import is_object_url
 from batchmill.types.cluster import TASK_FAILED, NodeWork
 from batchmill.wire.job_spec import JobSpec

@@ -20,7 +20,7 @@ from batchmill.jobs.intake.media_orders import check_media
 from batchmill.jobs.intake.reuse_orders import ALL, DETERMINISTIC, NONE, UNREADABLE
 from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
 from batchmill.jobs.ledger.packed import may_be_small
-from batchmill.jobs.results.output_folders import read_manifest
+from batchmill.jobs.results.parts.output_folders import read_manifest
 from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
 from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
@@ -38,8 +38,12 @@ from batchmill.types import (
     Seal,
 )
 from batchmill.types.engine_traits import ENGINES, Source
-from batchmill.wire import forms, sampling
-from batchmill.wire.forms import (
+from batchmill.wire import sampling
+from batchmill.wire.input_urls import is_fetched, is_input_url
+from batchmill.wire.job_spec import EXISTS, OUTDATED, JobSpec
+from batchmill.wire.replies import FLAWS
+from batchmill.wire.rows import forms
+from batchmill.wire.rows.forms import (
     ANSWERED_BY,
     CHAT,
     COMPLETIONS,
@@ -52,10 +56,7 @@ from batchmill.wire.forms import (
     OpenAIForm,
     TableForm,
 )
-from batchmill.wire.input_urls import is_fetched, is_input_url
-from batchmill.wire.job_spec import EXISTS, OUTDATED, JobSpec
-from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
-from batchmill.wire.replies import FLAWS
+from batchmill.wire.schemas.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
 
 PRIORITY_MAX = 100
 PREFIX_CHARS_MAX = 100

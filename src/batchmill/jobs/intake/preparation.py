@@ -33,10 +33,10 @@ from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
-from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import SealReport
-from batchmill.wire.rendered_rows import ROW_FAULTS
+from batchmill.wire.rows.forms import URLS, TableForm
+from batchmill.wire.rows.rendered_rows import ROW_FAULTS
 
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown

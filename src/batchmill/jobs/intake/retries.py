@@ -17,8 +17,8 @@ from batchmill.models import registry
 from batchmill.models.paths import answers
 from batchmill.types import ModelSpec, Retried, RetryChange
 from batchmill.wire.features import features_of
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 RETRIES_MAX = 20  # that a job remembers, the newest
 NAMES_SHOWN = 10  # of adapters, in a message

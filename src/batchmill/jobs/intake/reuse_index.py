@@ -47,9 +47,9 @@ from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.part_files import PartFile
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.replies import FLAWS, flaws_of
-from batchmill.wire.result_rows import number_in
+from batchmill.wire.rows.forms import OpenAIForm
+from batchmill.wire.rows.result_rows import number_in
 
 LOCK = "lock"
 SORTED_ROWS = 1024 * 1024  # in memory

@@ -43,7 +43,7 @@ from batchmill.jobs.ledger.files import REUSE, JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.ledger.storage import JobStorage
-from batchmill.jobs.results.part_writers import each
+from batchmill.jobs.results.parts.part_writers import each
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import ENDED

@@ -30,9 +30,9 @@ from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.optional import require
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.json_bytes import encode
+from batchmill.wire.rows.forms import TableForm
 
 if TYPE_CHECKING:
     from batchmill.jobs.intake.reuse_media import EarlierMedia

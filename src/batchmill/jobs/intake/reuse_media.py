@@ -13,10 +13,10 @@ from batchmill.engines.clock import SystemClock
 from batchmill.engines.media_urls import MediaUrls
 from batchmill.models.addresses import read_private
 from batchmill.types import DatasetSpec, FetchedPart
-from batchmill.wire.forms import FETCHED
 from batchmill.wire.input_urls import shown
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.rendered_rows import media_of
+from batchmill.wire.rows.forms import FETCHED
+from batchmill.wire.rows.rendered_rows import media_of
 
 AT_ONCE = 16  # servers that are asked together
 KNOWN_MAX = 10_000  # answers that are remembered, for rows that share a URL

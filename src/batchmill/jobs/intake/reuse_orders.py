@@ -20,8 +20,8 @@ from batchmill.config.entries import ProjectEntry
 from batchmill.datasets.layout import PIECE_BYTES, REQUESTS, TARGET
 from batchmill.store.part_files import PartFile
 from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
-from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import OpenAIForm
 
 KEEP = "batchmill.jobs.intake.reuse_lookup:keep_offloaded"
 LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"

@@ -26,8 +26,8 @@ from batchmill.jobs.intake.reuse_results import HALF
 from batchmill.jobs.intake.reuse_sections import WORDS
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.types import Seal
-from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.rows.forms import OpenAIForm, TableForm
 
 KINDS = (np.uint64, np.uint16)  # of a digest's words, and of a target
 

@@ -30,8 +30,8 @@ from batchmill.states import JobState
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_head, read_ref, sync_folder, where
 from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
-from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 ANEW = "dataset.new"
 ROWS = 4096  # read at once

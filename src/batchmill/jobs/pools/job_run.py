@@ -23,9 +23,9 @@ from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, Shard
 from batchmill.wire import messages
-from batchmill.wire.forms import Form
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Grant, Open
+from batchmill.wire.rows.forms import Form
 
 OPEN_SHARDS = 1024  # of a model, opened at once: a large job has a million
 CRASHES_MAX = 3  # workers that may die on one row before it is given up

@@ -16,15 +16,15 @@ from batchmill.datasets.column_rows import ColumnRows
 from batchmill.errors import LedgerBroken
 from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
 from batchmill.function_runtime.arrow_values import ArrowValues
+from batchmill.jobs.results.parquet.result_parquet import ARROW_TYPES
 from batchmill.jobs.results.result_columns import ColumnKinds
-from batchmill.jobs.results.result_parquet import ARROW_TYPES
 from batchmill.jobs.results.results import ColumnKind, GatherOrder
 from batchmill.jobs.results.row_windows import OutcomeIndex, Window
 from batchmill.store.segments.format import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef
-from batchmill.wire.forms import ERROR
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object
-from batchmill.wire.parquet_lines import lines_in, result_field
+from batchmill.wire.rows.forms import ERROR
+from batchmill.wire.rows.parquet_lines import lines_in, result_field
 
 NONE = -1  # no outcome
 KEPT_BYTES = 64 * 1024 * 1024  # of blocks in memory: those of a window and around it

@@ -23,13 +23,13 @@ from batchmill.optional import require
 from batchmill.ports import SegmentSource
 from batchmill.store.part_files import Digest
 from batchmill.types import OutputSchema
-from batchmill.wire.forms import Form
+from batchmill.wire.rows.forms import Form
 from batchmill.wire.sampling import rows_of
 
 INDEX_SHARE = 0.3  # of the progress
 OTHER = "other"
 
-TABLES = {"csv": "batchmill.jobs.results.result_columns", "parquet": "batchmill.jobs.results.result_parquet"}
+TABLES = {"csv": "batchmill.jobs.results.result_columns", "parquet": "batchmill.jobs.results.parquet.result_parquet"}
 
 
 class Index(Protocol):
@@ -118,7 +118,7 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
         if kind == "jsonl":
             output, errors = _write_lines(order, windows, tally)
         elif kind == "parquet" and not isinstance(windows, RowWindows):
-            write = require("batchmill.jobs.results.column_parquet:write", "results as Parquet")
+            write = require("batchmill.jobs.results.parquet.column_parquet:write", "results as Parquet")
             output, errors = write(Path(order.output), index, windows, tally.count_columns), None
             tally.finish()
         else:

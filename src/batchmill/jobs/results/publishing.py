@@ -17,8 +17,8 @@ from batchmill.jobs.ledger.files import JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
-from batchmill.jobs.results.part_writers import Nodes
-from batchmill.jobs.results.parts_run import PartsRun
+from batchmill.jobs.results.parts.part_writers import Nodes
+from batchmill.jobs.results.parts.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url

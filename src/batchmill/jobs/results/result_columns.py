@@ -20,7 +20,7 @@ from batchmill.jobs.results.results import COLUMNS_MAX, ColumnKind, Learned, Res
 from batchmill.store.part_files import Digest
 from batchmill.types import OutputSchema
 from batchmill.wire.json_bytes import decode, split_object, text_of
-from batchmill.wire.output_schema import names_of
+from batchmill.wire.schemas.output_schema import names_of
 
 BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
 _EXACT = 2**53  # integers up to here are floats without loss

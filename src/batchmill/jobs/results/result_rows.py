@@ -18,9 +18,9 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.results.results import COLUMNS_MAX, COMPRESSED, KINDS, too_many_columns
 from batchmill.optional import require
 from batchmill.types import DatasetSpec
-from batchmill.wire.csv_lines import csv_lines
 from batchmill.wire.json_bytes import join_object, split_object
-from batchmill.wire.result_rows import (
+from batchmill.wire.rows.csv_lines import csv_lines
+from batchmill.wire.rows.result_rows import (
     Row,
     RowShape,
     beside_request,
@@ -136,7 +136,7 @@ def lines_of(path: Path, name: str) -> Iterator[bytes]:
     """Yield every row of a result file as a JSON object. Args: name: says the format."""
     kind, codec = kind_of(name)
     if kind == PARQUET:
-        yield from require("batchmill.wire.parquet_lines:result_lines", "results as Parquet")(path, LINES_AT_ONCE)
+        yield from require("batchmill.wire.rows.parquet_lines:result_lines", "results as Parquet")(path, LINES_AT_ONCE)
         return
     lines = split_lines(blocks(str(path), CODECS.get(codec), lambda _: None))
     yield from lines if kind != CSV else csv_lines(lines)

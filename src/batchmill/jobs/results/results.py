@@ -17,10 +17,10 @@ from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.ledger.plan import Plan
-from batchmill.jobs.results.output_folders import check_folder, check_writable
+from batchmill.jobs.results.parts.output_folders import check_folder, check_writable
 from batchmill.object_store.urls import is_object_url, parse_url
 from batchmill.types import RowError, Sample, SegmentPlace, SegmentRef
-from batchmill.wire.forms import Form
+from batchmill.wire.rows.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COLUMNS_MAX = 10_000  # of a table of results

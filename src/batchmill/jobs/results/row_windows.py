@@ -21,7 +21,7 @@ from batchmill.store.part_files import full_disk_named
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_exactly, read_outcomes, read_payload, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
-from batchmill.wire.forms import Form, added_columns
+from batchmill.wire.rows.forms import Form, added_columns
 
 MISSING = np.uint64(2**64 - 1)  # no outcome
 REFUSED = np.uint64(2**64 - 2)  # refused by validation

@@ -18,7 +18,7 @@ from batchmill.ports import SegmentSource
 from batchmill.store.part_files import HeldFile
 from batchmill.store.segments.format import Block, read_outcomes, read_payload, where
 from batchmill.types import SegmentRef
-from batchmill.wire.forms import Form
+from batchmill.wire.rows.forms import Form
 
 Run = tuple[int, int, int, int]  # first row, rows, and where their lines start and end in the payload
 

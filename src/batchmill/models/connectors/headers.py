@@ -8,7 +8,14 @@ from typing import Any
 
 from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import CREDENTIAL, DEPTH_MAX, Placeholder, find_placeholders, loop_message, split
+from batchmill.wire.rows.json_templates import (
+    CREDENTIAL,
+    DEPTH_MAX,
+    Placeholder,
+    find_placeholders,
+    loop_message,
+    split,
+)
 
 HEADER_BYTES_MAX = 8192
 HEADERS_BYTES_MAX = 65_536

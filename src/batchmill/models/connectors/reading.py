@@ -30,7 +30,7 @@ from batchmill.types.connectors import (
     Connector,
 )
 from batchmill.wire.json_bytes import encode, shallow
-from batchmill.wire.json_templates import CREDENTIAL, JsonTemplate, Placeholder, find_placeholders, split
+from batchmill.wire.rows.json_templates import CREDENTIAL, JsonTemplate, Placeholder, find_placeholders, split
 
 
 def invalid(message: str) -> InvalidInput:

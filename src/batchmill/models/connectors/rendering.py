@@ -18,7 +18,7 @@ from batchmill.models.connectors.urls import UrlTemplate
 from batchmill.optional import require
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT, Action, Connector
 from batchmill.wire.json_bytes import encode, split_object
-from batchmill.wire.json_templates import Filling, JsonTemplate, is_payload
+from batchmill.wire.rows.json_templates import Filling, JsonTemplate, is_payload
 
 SHOWN_CHARS = 2000
 AWS_SIGV4 = "aws_sigv4"

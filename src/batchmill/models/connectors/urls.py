@@ -25,7 +25,7 @@ from batchmill.types.connectors import (
     Connector,
 )
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import DEPTH_MAX, PARAMETERS, Placeholder, loop_message, split
+from batchmill.wire.rows.json_templates import DEPTH_MAX, PARAMETERS, Placeholder, loop_message, split
 
 URL_CHARS_MAX = 8192
 VALUE_CHARS_MAX = 2048

@@ -32,7 +32,7 @@ from batchmill.services.directory.rows import (
 from batchmill.services.functions.function import Function, VersionTarget
 from batchmill.services.functions.names import LATEST, is_unnamed, read_reference
 from batchmill.types import Caller, ModelSpec
-from batchmill.wire.forms import URLS
+from batchmill.wire.rows.forms import URLS
 
 REMOTE_MAX = 200  # the newest remote models of a project, which rows can name besides the job's own model
 CACHE_MAX = 10_000  # lookups that a snapshot caches

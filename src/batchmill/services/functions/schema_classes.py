@@ -20,7 +20,7 @@ from batchmill.services.functions.function import VersionTarget
 from batchmill.services.functions.names import MAIN, is_unnamed
 from batchmill.types import DeployedSchema, Isolation, ModelSpec, OutputSchema, SchemaVersion
 from batchmill.wire.bundles import SCHEMA, DeployOrder
-from batchmill.wire.output_schema import VALIDATION, one_line
+from batchmill.wire.schemas.output_schema import VALIDATION, one_line
 
 KEPT_S = 86_400.0  # how long an unnamed version stays that no job has, since it was last deployed
 # What a class may have besides its code; the other settings are those of functions.

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from batchmill.errors import BatchmillError, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import EngineEvent, EngineState, EngineView, LiveHead, LiveRequest, ModelSpec
-from batchmill.wire.forms import COMPLETIONS
+from batchmill.wire.rows.forms import COMPLETIONS
 
 log = logging.getLogger("batchmill.llms")
 

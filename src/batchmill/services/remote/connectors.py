@@ -26,7 +26,7 @@ from batchmill.services.remote.stored import ConnectorRecord
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Connector, ProjectQuotas
-from batchmill.wire.json_templates import split
+from batchmill.wire.rows.json_templates import split
 
 PORTS = {"https": 443, "http": 80}
 

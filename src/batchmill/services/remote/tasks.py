@@ -39,7 +39,7 @@ from batchmill.store.sql.tables import remote_tasks
 from batchmill.types import Caller, Connector, JobOrder, Once, Scope
 from batchmill.types.connectors import BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import is_json
+from batchmill.wire.rows.json_templates import is_json
 
 log = logging.getLogger("batchmill.tasks")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchmill.wire.result_rows import OWN
+from batchmill.wire.rows.result_rows import OWN
 
 CELL_BYTES_MAX = 1024 * 1024 * 1024  # the most for a cell of a result file
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.results import appended_columns
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
-from batchmill.jobs.results.result_parquet import GROUP_ROWS, ThreadSink, repeating
+from batchmill.jobs.results.parquet import appended_columns
+from batchmill.jobs.results.parquet.result_parquet import GROUP_ROWS, ThreadSink, repeating
 from batchmill.jobs.results.results import ResultFile
 from batchmill.store.part_files import Digest, PartFile
-from batchmill.wire.forms import ERROR
-from batchmill.wire.parquet_lines import input_field
+from batchmill.wire.rows.forms import ERROR
+from batchmill.wire.rows.parquet_lines import input_field
 
 GROUP_BYTES = 24 * 1024 * 1024  # of Arrow memory in a row group, about: one is read while another is encoded
 PIECES_BYTES = 4 * 1024 * 1024  # encoded and not yet written

@@ -12,7 +12,8 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.types import JobView
-from batchmill.wire.forms import (
+from batchmill.wire.json_bytes import encode, join_object, split_object
+from batchmill.wire.rows.forms import (
     ANSWERED_BY,
     ERROR,
     FETCHED,
@@ -23,7 +24,6 @@ from batchmill.wire.forms import (
     WARNINGS_COLUMN,
     OpenAIForm,
 )
-from batchmill.wire.json_bytes import encode, join_object, split_object
 
 OWN = RESULT_COLUMNS  # the columns that every job with a table adds to it
 REQUEST = ("method", "url", "body")  # the members of a request that stand beside its reply

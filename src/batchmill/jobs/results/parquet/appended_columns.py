@@ -19,13 +19,13 @@ from msgspec import Struct
 
 from batchmill.datasets.column_rows import ColumnRows
 from batchmill.datasets.verified_file import VerifiedFile
-from batchmill.jobs.results import parquet_footer
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
-from batchmill.jobs.results.parquet_footer import ARROW_SCHEMA, FOOTER_BYTES_MAX, MAGIC, Footer, Placed
-from batchmill.jobs.results.result_parquet import ThreadSink, repeating
-from batchmill.jobs.results.thrift_compact import NotThrift
+from batchmill.jobs.results.parquet import parquet_footer
+from batchmill.jobs.results.parquet.parquet_footer import ARROW_SCHEMA, FOOTER_BYTES_MAX, MAGIC, Footer, Placed
+from batchmill.jobs.results.parquet.result_parquet import ThreadSink, repeating
+from batchmill.jobs.results.parquet.thrift_compact import NotThrift
 from batchmill.store.part_files import PartFile
-from batchmill.wire.forms import ERROR, OUTPUT
+from batchmill.wire.rows.forms import ERROR, OUTPUT
 
 GROUP_ROWS_MIN, GROUP_BYTES_MIN = 8192, 1024 * 1024  # of row groups on average: smaller ones are joined instead
 GROUP_ROWS_MAX = 1024 * 1024 * 64  # that pyarrow writes

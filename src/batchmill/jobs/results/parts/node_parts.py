@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.ledger.plan import Progress
-from batchmill.jobs.results.index_slices import DATASET, write_facts
-from batchmill.jobs.results.output_folders import ObjectFolder
-from batchmill.jobs.results.part_gathering import learn_offloaded, part_offloaded
-from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
+from batchmill.jobs.results.parts.index_slices import DATASET, write_facts
+from batchmill.jobs.results.parts.output_folders import ObjectFolder
+from batchmill.jobs.results.parts.part_gathering import learn_offloaded, part_offloaded
+from batchmill.jobs.results.parts.part_orders import CheckOrder, PartOrder, PartsOrder, Written
 from batchmill.jobs.results.row_windows import SavedRowIndex
 from batchmill.types.cluster import NodePlace
 

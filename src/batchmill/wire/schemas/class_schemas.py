@@ -6,7 +6,7 @@ from typing import Any
 
 from batchmill.errors import InvalidInput
 from batchmill.function_runtime import class_schemas
-from batchmill.wire.output_schema import schema_of_fields
+from batchmill.wire.schemas.output_schema import schema_of_fields
 
 
 def schema_of(source: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchmill.wire.result_rows import ERROR, RowShape
+from batchmill.wire.rows.result_rows import ERROR, RowShape
 
 BATCH_ROWS = 8192
 GROUP_BYTES = 64 * 1024 * 1024  # of Arrow memory in a row group, about

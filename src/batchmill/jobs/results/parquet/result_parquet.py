@@ -38,8 +38,8 @@ from batchmill.jobs.results.result_columns import (
 )
 from batchmill.jobs.results.results import Learned, ResultFile
 from batchmill.store.part_files import Digest, PartFile
-from batchmill.wire.forms import ERROR, FETCHED, FOLDED_FROM, REUSED_FROM
-from batchmill.wire.parquet_lines import result_field
+from batchmill.wire.rows.forms import ERROR, FETCHED, FOLDED_FROM, REUSED_FROM
+from batchmill.wire.rows.parquet_lines import result_field
 
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}

@@ -24,7 +24,7 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.errors import StorageFailed
 from batchmill.jobs.ledger.plan import FOLLOWERS, Progress, Rejected, iter_rejected
-from batchmill.jobs.results.part_orders import (
+from batchmill.jobs.results.parts.part_orders import (
     IndexFacts,
     PartOrder,
     PartSlice,

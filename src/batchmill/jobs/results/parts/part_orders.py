@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from batchmill.jobs.results.output_folders import Part
+from batchmill.jobs.results.parts.output_folders import Part
 from batchmill.jobs.results.results import GatherOrder, Learned
 from batchmill.object_store.urls import ObjectInfo
 from batchmill.types import Seal

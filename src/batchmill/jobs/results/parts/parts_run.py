@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from batchmill.children.offload import Offload
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder
-from batchmill.jobs.results.part_writers import LocalWriters, Nodes, NodeWriters, PartWriters, can_use_nodes, each
+from batchmill.jobs.results.parts.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder
+from batchmill.jobs.results.parts.part_writers import LocalWriters, Nodes, NodeWriters, PartWriters, can_use_nodes, each
 from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, merged
 from batchmill.wire.job_spec import JobSpec
 
-INDEX = "batchmill.jobs.results.part_gathering:index_offloaded"
-PUBLISH = "batchmill.jobs.results.part_gathering:publish_offloaded"
+INDEX = "batchmill.jobs.results.parts.part_gathering:index_offloaded"
+PUBLISH = "batchmill.jobs.results.parts.part_gathering:publish_offloaded"
 PART_ROWS = 1_000_000
 PARTS_MAX = 100_000  # of a job with more rows, parts are larger
 INDEX_SHARE, LEARN_SHARE = 0.3, 0.2  # of the progress

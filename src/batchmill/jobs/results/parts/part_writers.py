@@ -26,9 +26,9 @@ from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node
-from batchmill.jobs.results.output_folders import Part, part_name
-from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, SliceOrder, Slices, Written
+from batchmill.jobs.results.parts.node_tries import FAILED_MAX, run_on_node
+from batchmill.jobs.results.parts.output_folders import Part, part_name
+from batchmill.jobs.results.parts.part_orders import CheckOrder, PartOrder, PartsOrder, SliceOrder, Slices, Written
 from batchmill.jobs.results.results import CAUSES_MAX, COLUMNS_MAX, ColumnKind, Learned, merged
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
@@ -39,12 +39,12 @@ from batchmill.wire.job_spec import JobSpec
 
 log = logging.getLogger("batchmill.jobs")
 
-LEARN = "batchmill.jobs.results.part_gathering:learn_offloaded"
-PART = "batchmill.jobs.results.part_gathering:part_offloaded"
-CHECK = "batchmill.jobs.results.node_parts:check_offloaded"
-SLICE = "batchmill.jobs.results.index_slices:slice_offloaded"
-LEARN_ON_NODE = "batchmill.jobs.results.node_parts:learn_on_node"
-PART_ON_NODE = "batchmill.jobs.results.node_parts:write_on_node"
+LEARN = "batchmill.jobs.results.parts.part_gathering:learn_offloaded"
+PART = "batchmill.jobs.results.parts.part_gathering:part_offloaded"
+CHECK = "batchmill.jobs.results.parts.node_parts:check_offloaded"
+SLICE = "batchmill.jobs.results.parts.index_slices:slice_offloaded"
+LEARN_ON_NODE = "batchmill.jobs.results.parts.node_parts:learn_on_node"
+PART_ON_NODE = "batchmill.jobs.results.parts.node_parts:write_on_node"
 PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
 CODE_CHARS_MAX = 256  # of an error code that a node names
 ADDED_MAX = 64  # columns that batchmill may add

@@ -18,7 +18,7 @@ from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import EarlierAnswer, OutputSchema
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, is_too_deep, join_object, oddity, split_object
 
-VALIDATION = "batchmill.wire.schema_validation"  # a heavy module, imported only for jobs with a schema
+VALIDATION = "batchmill.wire.schemas.schema_validation"  # a heavy module, imported only for jobs with a schema
 NAME = "answer"  # of the schema, in requests
 ANSWER_TOOL = "batchmill_answer"  # of /v1/messages: its input is the answer
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

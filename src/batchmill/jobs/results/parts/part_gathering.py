@@ -25,8 +25,8 @@ from batchmill.jobs.results.gathering import (
     open_index,
     source_of,
 )
-from batchmill.jobs.results.index_slices import INDEX, SlicedIndex
-from batchmill.jobs.results.output_folders import (
+from batchmill.jobs.results.parts.index_slices import INDEX, SlicedIndex
+from batchmill.jobs.results.parts.output_folders import (
     Part,
     PartManifest,
     open_folder,
@@ -34,7 +34,7 @@ from batchmill.jobs.results.output_folders import (
     publish_manifest,
     seen_manifest,
 )
-from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
+from batchmill.jobs.results.parts.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
 from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, SavedRowIndex
@@ -195,7 +195,7 @@ def _write_table(order: PartOrder, home: Path, index: Index, windows: Windows, t
     parts, digest = order.parts, hashlib.sha256()
     path = home / part_name("part", order.number, parts.job, parts.attempt, parts.kind)
     if order.learned.output is not None:
-        write = require("batchmill.jobs.results.column_parquet:write_part", "results as Parquet")
+        write = require("batchmill.jobs.results.parquet.column_parquet:write_part", "results as Parquet")
         file = write(
             path, index, windows, tally.count_columns,
             rows=order.end - order.first, known=order.learned.output, digest=digest,

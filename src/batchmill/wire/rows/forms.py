@@ -18,8 +18,8 @@ from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import MediaColumn, Outcome, OutputSchema, PromptTemplate, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
 from batchmill.wire.media import content_part, placeholder
-from batchmill.wire.output_schema import asked_again, columns_of, heads_of, with_schema
-from batchmill.wire.rendered_rows import PROMPT, media_of, without_additions
+from batchmill.wire.rows.rendered_rows import PROMPT, media_of, without_additions
+from batchmill.wire.schemas.output_schema import asked_again, columns_of, heads_of, with_schema
 
 Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
 
@@ -283,7 +283,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     """Reads columns; writes the same columns with `output` and `error`.
 
     With a `prompt` or a `template` each row becomes one call of `url`; without, the columns are a function's arguments
-    by name. What a template makes of a row is in the row: sealing has rendered it (`wire/rendered_rows.py`).
+    by name. What a template makes of a row is in the row: sealing has rendered it (`wire/rows/rendered_rows.py`).
     """
 
     prompt: str | None = None
@@ -309,7 +309,7 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     @property
     def has_additions(self) -> bool:
-        """Whether sealing adds members to rows: see `wire/rendered_rows.py`."""
+        """Whether sealing adds members to rows: see `wire/rows/rendered_rows.py`."""
         return self.template is not None or bool(self.media)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from batchmill.jobs.results.thrift_compact import (
+from batchmill.jobs.results.parquet.thrift_compact import (
     BINARY,
     I16,
     I32,

@@ -1,0 +1,1 @@
+"""Results in parts, which processes and nodes write side by side."""

@@ -1,0 +1,1 @@
+"""Rows of inputs and results: their forms, and their lines as JSON."""
