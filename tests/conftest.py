@@ -38,6 +38,7 @@ SPLIT = (
 # Files whose tests run once on SQLite and once on PostgreSQL.
 ON_BOTH = (
     "jobs/test_commits.py",
+    "jobs/test_finishing.py",
     "jobs/test_ledger.py",
     "jobs/test_quarantine.py",
     "jobs/test_recent_jobs.py",
