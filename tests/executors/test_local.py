@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,62 @@ async def test_a_worker_that_closed_its_socket_is_ended(tmp_path, monkeypatch):
     worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
     assert [message async for message in worker.messages()] == []
     assert await worker.wait() == -signal.SIGKILL
+
+
+LEAVES = """
+import os, subprocess, sys
+NAME = __file__ + ".pid"
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with open(NAME + ".part", "w") as file:
+    file.write(str(left.pid))
+os.rename(NAME + ".part", NAME)
+"""
+
+
+async def test_a_function_that_left_the_session_of_a_killed_worker_is_ended(tmp_path):
+    """A function may begin a session of its own, which ends with its worker."""
+    (tmp_path / "app.py").write_text(f"{LEAVES}def double(n): return 2 * n\n")
+    model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double")
+    worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
+    async for message in worker.messages():
+        if isinstance(message, Ready):
+            break
+    left = os.pidfd_open(int((tmp_path / "app.py.pid").read_text()))
+    worker.kill()
+    await worker.wait()
+    await asyncio.to_thread(select.select, [left], [], [])
+    os.close(left)
+
+
+CHECKS = """
+import asyncio, sys
+from batchmill.executors.validators.messages import LoadOrder
+from batchmill.executors.validators.validators import ValidatorProcess
+
+async def main():
+    process, _ = await ValidatorProcess.start(LoadOrder(sys.argv[1]))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_class_that_left_the_session_of_a_killed_worker_is_ended(tmp_path):
+    """So does a class that validates answers; where the owner has gone too, the next one ends what it has left."""
+    path = tmp_path / "app.py"
+    path.write_text(f"{LEAVES}import msgspec\nclass Answer(msgspec.Struct):\n    n: int\n")
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHECKS, f"{path}:Answer", stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout is not None and await parent.stdout.readline() == b"ready\n"
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    (folder / "w.pid").write_text(f"{parent.pid} {started(parent.pid)} {boot_id()}")
+    left = os.pidfd_open(int((tmp_path / "app.py.pid").read_text()))
+    parent.kill()
+    assert await parent.wait() == -signal.SIGKILL
+    assert not select.select([left], [], [], 0)[0], "nothing has ended it yet"
+    LocalExecutor(folder).sweep()
+    await asyncio.to_thread(select.select, [left], [], [])
+    os.close(left)

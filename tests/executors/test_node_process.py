@@ -11,10 +11,16 @@ import pytest
 # It is told to begin when its standard input ends. It says who leads its session, and what it started there.
 WORKER = """
 import os, subprocess, sys
+from batchmill.children.process_end import VARIABLE
 from batchmill.executors.ray.node_process import lead_session
+from batchmill.models.runtime_process import new_mark
 sys.stdin.read()
 lead_session()
-held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+held = subprocess.Popen(sleep, stdin=subprocess.DEVNULL)
+code = subprocess.Popen(
+    sleep, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {VARIABLE: new_mark()}
+)
 print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), flush=True)
 """
 # It ends at once, as a raylet that is killed does: its worker belongs to a session that is not its new parent's.
@@ -35,7 +41,7 @@ subprocess.Popen([sys.executable, "-c", {WORKER!r}], stdin=subprocess.PIPE, proc
     ids=["in a group", "leads a group", "leads a session", "leads a group whose session's leader has ended"],
 )
 def test_a_worker_leads_a_session_that_ends_with_it(program, options):
-    """Its output ends only when everything that it started has ended."""
+    """Its output ends only when everything that it started has ended, user code in a session of its own too."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **options,

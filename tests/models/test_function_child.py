@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from batchmill.children.process_end import VARIABLE
 from batchmill.errors import ModelFailed
-from batchmill.models.function_child import FILE, LOG_BYTES_MAX, TRACEBACKS_MAX, VARIABLE, FunctionChild, FunctionLog
+from batchmill.models.function_child import FILE, LOG_BYTES_MAX, TRACEBACKS_MAX, FunctionChild, FunctionLog
 from batchmill.models.function_socket import Frame
 from batchmill.models.worker_environment import environment_of
 from batchmill.types import FunctionSpec, ModelSpec

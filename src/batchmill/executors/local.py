@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.children.process_end import boot_id, kill_session, started
+from batchmill.children.process_end import boot_id, kill_marked, kill_session, marks_of, started
 from batchmill.executors.channel import Channel
 from batchmill.executors.prepared_workers import PreparedWorkers, WorkerProcess, start_process
 from batchmill.models import devices
@@ -25,11 +25,13 @@ CLOSED_S = 20.0  # for a worker to end after it has closed its socket; half of i
 class LocalWorker:
     """A worker process. `send` never waits; `messages` ends when the process has ended or has closed its socket.
 
-    Its child processes may hold its socket open. So the process itself is watched too, and its group is killed with it.
+    Its child processes may hold its socket open. So the process itself is watched too. Its session is killed with it,
+    and so is user code that has left the session.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
-        self._process, self._channel, self._pid_file = process, channel, pid_file
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path, marks: str) -> None:
+        """Args: marks: what those of its user code begin with."""
+        self._process, self._channel, self._pid_file, self._marks = process, channel, pid_file, marks
         self._received: deque[memoryview] = deque()  # messages of one read that were not yielded
         self._exited = asyncio.create_task(self._wait_exit())
 
@@ -70,6 +72,8 @@ class LocalWorker:
         code = await self._process.wait()
         kill_session(self.pid)
         self._channel.finish()
+        if code:  # one that ends by itself has ended these
+            await asyncio.to_thread(kill_marked, self._marks)
         self._pid_file.unlink(missing_ok=True)
         return code
 
@@ -101,11 +105,11 @@ class LocalExecutor:
         process, pid_file = started_process.process, self._folder / f"{start.worker}.pid"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
+            pid_file.write_text(f"{process.pid} {(began := started(process.pid))} {boot_id()}")
         except OSError:
             await started_process.end()
             raise
-        worker = LocalWorker(process, started_process.channel, pid_file)
+        worker = LocalWorker(process, started_process.channel, pid_file, marks_of(process.pid, began))
         worker.send(start)
         return worker
 
@@ -124,7 +128,7 @@ class LocalExecutor:
         return variables if gpus is None else {**variables, devices.ASSIGNED: gpus, devices.VISIBLE: gpus}
 
     def sweep(self) -> None:
-        """Kill the workers of a killed owner, and the child processes of ended workers.
+        """Kill the workers of a killed owner, the child processes of ended workers, and what their user code has left.
 
         Every finished outcome is already in their segments.
         """
@@ -132,6 +136,8 @@ class LocalExecutor:
             return
         for pid_file in self._folder.glob("*.pid"):
             match pid_file.read_text().split():
-                case [pid, start, boot] if boot == boot_id() and started(int(pid)) in (start, ""):
-                    kill_session(int(pid))
+                case [pid, start, boot] if boot == boot_id():
+                    if started(int(pid)) in (start, ""):
+                        kill_session(int(pid))
+                    kill_marked(marks_of(int(pid), start))
             pid_file.unlink(missing_ok=True)

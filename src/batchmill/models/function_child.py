@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import msgspec
 
+from batchmill.children.process_end import VARIABLE, kill_marked
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime import frames
 from batchmill.function_runtime.shared_memory import MemoryPair, MemoryWriter
@@ -30,11 +30,10 @@ from batchmill.models.function_progress import Call, ProgressPage
 from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.models.redaction import mask_known
 from batchmill.models.runtime_process import (
-    VARIABLE,
     Command,
     PreparedRuntime,
     RuntimeProcess,
-    kill_marked,
+    new_mark,
     sandbox_prefix,
     start_runtime,
 )  # fmt: skip
@@ -54,7 +53,7 @@ class MarkedProcesses:
 
     def __init__(self, home: Path) -> None:
         self._file = home / FILE
-        self.mark = token_hex(16)
+        self.mark = new_mark()
 
     def replace(self) -> None:
         """Kill the processes of an earlier mark, and store this mark. Blocks."""

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
@@ -20,6 +19,7 @@ from secrets import token_hex
 from msgspec import Struct
 
 from batchmill import function_runtime
+from batchmill.children.process_end import VARIABLE, marks_of, started
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import isolation
 from batchmill.models.environments import FOLDER, base_of
@@ -28,9 +28,6 @@ from batchmill.models.worker_environment import inherited
 from batchmill.types import Isolation
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
-VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
-KILL_S = 5.0  # how long killed processes may take to exit
-POLL_S = 0.01
 
 
 class RuntimeProcess(Struct, frozen=True, eq=False):
@@ -57,6 +54,11 @@ class Command(Struct, frozen=True):
     prefix: Sequence[str] = ()
     passed: Sequence[int] = ()
     output: int | None = None
+
+
+def new_mark() -> str:
+    """A mark for user code that this process starts: see `children.process_end`."""
+    return marks_of(os.getpid(), started(os.getpid())) + token_hex(16)
 
 
 def sandbox_prefix(sandbox: Isolation, python: str, folder: str, *, gpus: int) -> list[str]:
@@ -107,7 +109,7 @@ class PreparedRuntime:
     @classmethod
     async def start(cls) -> PreparedRuntime:
         """Raises: OSError."""
-        mark, environ = token_hex(16), dict(os.environ)
+        mark, environ = new_mark(), dict(os.environ)
         started = await start_runtime(Command(sys.executable, environ | {VARIABLE: mark}))
         return cls(started, mark, environ)
 
@@ -132,26 +134,3 @@ class PreparedRuntime:
             started.socket.close()
             started.progress.close()
             started.memory.close()
-
-
-def kill_marked(mark: str) -> None:
-    """Kill all of this user's processes with a mark. Blocks."""
-    deadline = time.monotonic() + KILL_S
-    while mark and (pids := _pids_with_mark(mark)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-
-
-def _pids_with_mark(mark: str) -> list[int]:
-    """The pids of this user's processes with the mark; none without a /proc."""
-    variable = f"{VARIABLE}={mark}".encode()
-    pids = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        try:
-            if name.isdecimal() and variable in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                pids.append(int(name))
-        except OSError:  # it has exited, or belongs to another user
-            continue
-    return pids

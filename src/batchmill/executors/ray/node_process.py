@@ -16,7 +16,8 @@ EXIT = "raise_sys_exit_with_custom_error_message"  # what Ray's handler of SIGTE
 
 
 def lead_session() -> None:
-    """Begin a session, all of whose processes are killed once this process has ended, however it ended.
+    """Begin a session, all of whose processes are killed once this process has ended, however it ended. So is what user
+    code of this process has left the session with.
 
     The process that does so belongs to the session: no other process gets the session's number before it ends.
     Raises: OSError.
@@ -26,9 +27,10 @@ def lead_session() -> None:
             _leave_group()
         os.setsid()
     ours, _ = os.pipe()  # this process holds the other end until it ends
+    own = str(os.getpid()), process_end.started(os.getpid())
     subprocess.Popen(
-        [sys.executable, "-I", "-S", process_end.__file__, str(os.getpid())], stdin=ours,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
+        [sys.executable, "-I", "-S", process_end.__file__, *own], stdin=ours, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, process_group=0,
     )  # fmt: skip
     os.close(ours)
 

@@ -8,11 +8,11 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
-from secrets import token_hex
 
 import msgspec
 from msgspec import Struct
 
+from batchmill.children.process_end import VARIABLE, kill_marked
 from batchmill.errors import JobPaused, ModelFailed
 from batchmill.executors.validators.launch import command_of
 from batchmill.executors.validators.messages import (
@@ -31,7 +31,7 @@ from batchmill.executors.validators.messages import (
 from batchmill.executors.validators.waiting_answers import WaitingAnswers
 from batchmill.function_runtime.answers import CHECKED_FRAME, FRAME, LOADED_FRAME, REFUSED_FRAME
 from batchmill.models import redaction, secrets
-from batchmill.models.runtime_process import VARIABLE, kill_marked
+from batchmill.models.runtime_process import new_mark
 from batchmill.states import PauseReason
 from batchmill.types import Isolation, OutputSchema
 
@@ -73,7 +73,7 @@ class ValidatorProcess:
     """One process with one class."""
 
     def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, mark: str) -> None:
-        """Args: mark: of it and what it starts, see `runtime_process.VARIABLE`."""
+        """Args: mark: of it and what it starts, see `children.process_end`."""
         self._process, self._transport, self._mark = process, transport, mark
 
     @classmethod
@@ -86,7 +86,7 @@ class ValidatorProcess:
             command = await asyncio.to_thread(command_of, order, isolation)
         except ModelFailed as error:
             raise ValidatorFailed(error.message) from None
-        loop, mark = asyncio.get_running_loop(), token_hex(16)
+        loop, mark = asyncio.get_running_loop(), new_mark()
         try:
             transport, protocol = await loop.subprocess_exec(
                 lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=READ_BYTES, loop=loop), *command.words,
