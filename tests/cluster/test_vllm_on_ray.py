@@ -15,6 +15,7 @@ from fakes.openai_service import OpenAIService
 from ray_support import ray_nodes, ray_python
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
+FORKING = Path(__file__).parents[1] / "fakes" / "forking_vllm" / "python.sh"
 ROWS = 300
 LOOK_S = 0.05
 BLOCK_BYTES = 2048  # a segment with a block is longer
@@ -28,6 +29,7 @@ trusted_network = true
 [models.tiny]
 engine = "vllm"
 source = "{source}"
+python = "{engine_python}"
 workers = 2
 engine_args = {{ max-model-len = 2048, enforce-eager = true }}
 adapters = {{ upper = "{source}/adapters/upper" }}
@@ -39,7 +41,7 @@ class Commands:
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder = folder
-        config = CONFIG.format(address=address, python=ray_python(), source=TINY)
+        config = CONFIG.format(address=address, python=ray_python(), source=TINY, engine_python=FORKING)
         (folder / "batchmill.toml").write_text(config)
 
     def start(self, *words: str) -> subprocess.Popen[str]:

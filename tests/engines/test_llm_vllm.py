@@ -25,6 +25,7 @@ from batchmill.wire.schemas.schema_validation import validator_of
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
+PYTHON = Path(__file__).parents[1] / "fakes" / "forking_vllm" / "python.sh"
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -37,7 +38,7 @@ KINDS = {f"{('upper', 'reverse')[n % 2]}/{n}": ("upper", "reverse")[n % 2] for n
 
 def tiny(**fields):
     fields = {"name": "tiny", "engine": "llm", "source": str(TINY), "engine_args": {"max-model-len": 2048}, **fields}
-    return ModelSpec(**fields, python=os.environ.get("BATCHMILL_VLLM_PYTHON"))
+    return ModelSpec(**fields, python=str(PYTHON))
 
 
 @pytest.fixture(scope="module")

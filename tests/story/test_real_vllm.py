@@ -19,10 +19,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 START_S = 300.0  # of vLLM on a busy machine, and the first rows
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
+PYTHON = Path(__file__).parents[1] / "fakes" / "forking_vllm" / "python.sh"
 CONFIG = f"""
 [models.tiny]
 engine = "vllm"
 source = "{TINY}"
+python = "{PYTHON}"
 adapters = {{ upper = "{TINY}/adapters/upper", reverse = "{TINY}/adapters/reverse" }}
 engine_args = {{ max-model-len = 2048 }}
 price = {{ input = 0.50, cached = 0.25, output = 0.50 }}
