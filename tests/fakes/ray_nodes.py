@@ -10,22 +10,25 @@ import time
 from pathlib import Path
 
 from ray._private import node, services
-from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT
+from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
-AGENT = Path(__file__).with_name("no_dashboard_agent.sh")
+AGENT = Path(__file__).with_name("no_agent.sh")
 STORE_BYTES = 80 * 1024 * 1024
 PREEMPTION = 2  # as Ray numbers the reasons to drain a node
 NOTICE_S = 600.0
 
 
-def leave_out_dashboards() -> None:
-    """Start no dashboard. A raylet waits for the ports of its dashboard's agent, and ends when the agent does."""
+def leave_out_agents() -> None:
+    """Start no dashboard and no agents, 0.5 s of a processor each: no worker of batchmill has a runtime environment.
+
+    A raylet waits for the ports of its agents, and ends when one of them does.
+    """
     command_of = services._build_python_executable_command_memory_profileable
 
     def command(kind: str, *args: object, **kwargs: object) -> list[str]:
-        if kind == PROCESS_TYPE_DASHBOARD_AGENT:
+        if kind in (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT):
             return ["sh", str(AGENT)]
         return command_of(kind, *args, **kwargs)
 
@@ -39,7 +42,7 @@ def add(cluster: Cluster, nodes: list, cpus: int) -> None:
 
 
 def main() -> None:
-    leave_out_dashboards()
+    leave_out_agents()
     port = {"gcs_server_port": int(sys.argv[1])} if sys.argv[1] != "0" else {}
     cluster = Cluster(
         initialize_head=True,
