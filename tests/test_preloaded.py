@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import resource
 import signal
@@ -12,10 +13,17 @@ import warnings
 from pathlib import Path
 
 import pytest
+from fakes import forked_modules, preloaded_server
 from fakes.forked_modules import SYS_CLONE, read_at_start
 from fakes.preloaded import IS_ENABLED, PreloadedPopen
 
 BATCHMILL = (sys.executable, "-m", "batchmill")
+
+
+def test_what_is_imported_before_a_command_exists():
+    """A row of a module that was renamed would make every start of it slow, and nothing would say so."""
+    names = {*preloaded_server.MODULES, *forked_modules.MODULES, *forked_modules.SERVERS}
+    assert [name for name in sorted(names) if importlib.util.find_spec(name) is None] == []
 
 
 def test_a_server_that_nobody_waits_for_harms_no_later_command(tmp_path: Path):

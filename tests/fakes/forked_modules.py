@@ -38,7 +38,6 @@ MODULES = (
     "batchmill.children.child",
     "batchmill.datasets.checking.validator",
     "batchmill.datasets.templates.process",
-    "batchmill.executors.validators.process",
     "batchmill.executors.worker",
 )
 SERVERS = ("fakes.batch_provider", "fakes.ended_job", "fakes.order_server")  # of the tests; they may start MODULES
