@@ -8,7 +8,7 @@
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
-# PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in three processes.
+# PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in four processes.
 # PYTHON=/path/to/python chooses the interpreter of the environments; any from 3.11 on will do.
 
 SHELL := /bin/sh
@@ -22,12 +22,12 @@ PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time small_job function_rows busy_rows parquet_columns endpoint_rows llm_plain llm_prefix memory kill upload \
     many_jobs small_jobs get_latency live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches \
     batch_windows tensors connector_rows throttled provider_rows adapters engine_kept download hostile
-PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
-.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres promtool ray
+.PHONY: help test demo bench lint advisories style types clean vllm clients bubblewrap postgres promtool ray
 .DEFAULT_GOAL := help
 
 help:
@@ -87,15 +87,23 @@ test: lint
 	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" BATCHMILL_RAY_PYTHON="$$PWD/$(RAY_VENV)/bin/python" \
 	    BATCHMILL_FUNCTION_PYTHON="$$PWD/$(CLIENT_VENVS)/functions/bin/python" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
 
+# At once: one waits for the package index, another computes.
 lint: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs 3 advisories style types
+
+advisories:
 	@echo "--> checking the lowest versions of what is needed for known advisories"
 	@$(VENV)/bin/python tools/check_advisories.py
-	@echo "--> checking the style"
+
+style:
+	@echo "--> checking the style, and that the blocking SDK is current"
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/ruff format --quiet --check . || \
 	    { echo "--> '$(VENV)/bin/ruff format .' mends these:"; $(VENV)/bin/ruff format --check .; exit 1; }
-	@echo "--> checking that the blocking SDK is current, and the types of the SDK and the ports"
 	@$(VENV)/bin/python tools/generate_sync.py --check
+
+types:
+	@echo "--> checking the types of the SDK and the ports"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 bench: vllm
