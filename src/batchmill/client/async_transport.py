@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 import httpx2
 from msgspec import Struct
 
-from batchmill.client.connection import Address, address, broken, timeout
+from batchmill.client.connection import Address, address, broken, timeout, trusted
 from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.client.pairs import async_pieces
 
@@ -47,7 +47,9 @@ class AsyncHttpTransport:
 
     def __init__(self, server: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = server, timeout_s
-        self._http = httpx2.AsyncClient(base_url=server.base_url, headers=server.headers)
+        self._http = httpx2.AsyncClient(
+            base_url=server.base_url, headers=server.headers, verify=trusted(server.base_url)
+        )
 
     @classmethod
     def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> AsyncHttpTransport:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
+from urllib.request import getproxies
 
 import httpx2
 from msgspec import Struct
@@ -41,6 +43,15 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
         raise InvalidInput("the API key holds characters that no key has", code="invalid_key")
     headers = dict(FIXED_HEADERS) | ({"authorization": f"Bearer {key}"} if key else {})
     return Address(url.rstrip("/").removesuffix("/v1"), headers)
+
+
+def trusted(base_url: str) -> ssl.SSLContext | bool:
+    """What certificates are checked against: for http:// none are read, which takes longer than a request. Nothing is
+    trusted then. A proxy may be reached by TLS.
+    """
+    is_plain = base_url.lower().startswith("http://")
+    has_tls_proxy = any(proxy.startswith("https://") for proxy in getproxies().values())
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain and not has_tls_proxy else True
 
 
 def timeout(request: HttpRequest, timeout_s: float) -> httpx2.Timeout:
