@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from fakes.answering_service import AnsweringService, choice
 from fakes.beside import beside
+from fakes.packages import add_wheel, use_as_index
 
 import batchmill
 from batchmill.cli.main import cli
@@ -186,6 +187,48 @@ def test_a_class_that_is_deployed_here(folder):
     shown = invoke("models", "show", "review")
     assert "a schema with the fields label, score" in shown.output, shown.output
     assert "review" not in invoke("models").output
+
+
+PACKAGED = """
+from batchmill_answer_of_test import VALUE
+
+class Validator:
+    def validate_json(self, text):
+        if b"3" in text:
+            raise ValueError("three is too many")
+
+class Review:
+    __pydantic_core_schema__ = {"type": "function-plain"}
+    __pydantic_validator__ = Validator()
+
+    @classmethod
+    def model_json_schema(cls):
+        properties = {"label": {"type": "string", "description": VALUE}, "score": {"type": "number"}}
+        return {"type": "object", "properties": properties}
+"""
+
+
+def test_a_class_that_needs_packages(folder, monkeypatch):
+    """`--schema-requirements` gives it an environment of its own, and the same command is the same job; without, and
+    where there is no class, the message says so."""
+    (folder / "in.jsonl").write_text('{"text": "fits"}\n{"text": "second"}\n')
+    (folder / "reviews.py").write_text(PACKAGED)
+    (folder / "needs.txt").write_text("batchmill-answer-of-test\n")
+    (folder / "index").mkdir()
+    add_wheel(folder / "index", "1.0")
+    use_as_index(folder / "index", monkeypatch)
+    with beside(AnsweringService(answer)) as service:
+        words = ("--schema", "reviews.py:Review", "--schema-requirements", "needs.txt")
+        result = run(service.url, *words)
+        assert result.exit_code == 0, result.output
+        assert {row["label"] for row in read(folder / "out.jsonl").values()} == {"a"}
+        again = run(service.url, *words)
+        assert again.exit_code == 0 and "already" in again.output, again.output
+        bare = run(service.url, "--schema", "reviews.py:Review", "--overwrite")
+        assert "name it in --schema-requirements FILE" in " ".join(bare.output.split()), bare.output
+        for words in (("--fields", "a: int"), ("--schema", "needs.txt"), ()):
+            wrong = run(service.url, *words, "--schema-requirements", "needs.txt")
+            assert wrong.exit_code == 2 and "--schema" in wrong.output, wrong.output
 
 
 NOTEBOOK = """

@@ -15,10 +15,12 @@ from msgspec.structs import replace
 
 from batchmill.cli.session import App, Session, global_options, refuse_non_utf8
 from batchmill.cli.values import COUNT, POSITIVE, Moment
+from batchmill.client.bundling import bundled
+from batchmill.client.schema_classes import reference_of, refused, settings_of
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.datasets.spooled_inputs import FOLDER as SPOOLED
-from batchmill.errors import InvalidInput
+from batchmill.errors import Forbidden, InvalidInput
 from batchmill.executors.validators.classes import class_schema, is_class
 from batchmill.jobs.intake.fetching import find_in_hub
 from batchmill.jobs.ledger.files import is_folder
@@ -129,6 +131,8 @@ ORDER_OPTIONS = (
                  help='The same for an object: "label: yes|no, score: float, tags: [str], why?: str".'),
     click.option("--validator", metavar="NAME[@VERSION]",
                  help="In the place of --schema: a class that was deployed with `deploy --schema`."),
+    click.option("--schema-requirements", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+                 help="Packages that the class of --schema needs: it runs in an environment of its own."),
     click.option("--schema-attempts", type=click.IntRange(0, SCHEMA_ATTEMPTS_MAX), metavar="N",
                  help="Ask for an answer again at most N times [2]."),
     click.option("--field-prefix", metavar="TEXT", help="Put TEXT before the columns that the fields become."),
@@ -272,23 +276,31 @@ def media_folder(inputs: Sequence[str], cwd: Path) -> str:
 async def output_schema(session: Session, config: Config, options: dict[str, Any]) -> OutputSchema | None:
     """The schema of --schema, --fields or --validator. Raises: InvalidInput."""
     cwd, path, fields, validator = session.cwd, options["schema"], options["fields"], options["validator"]
-    attempts, prefix = options["schema_attempts"], options["field_prefix"]
+    attempts, prefix, requirements = (
+        options[name] for name in ("schema_attempts", "field_prefix", "schema_requirements")
+    )
     given = [each for each in (path, fields, validator) if each is not None]
     if not given:
-        for flag, value in (("--schema-attempts", attempts), ("--field-prefix", prefix)):
+        flags = {"--schema-attempts": attempts, "--field-prefix": prefix, "--schema-requirements": requirements}
+        for flag, value in flags.items():
             if value is not None:
                 raise InvalidInput(f"{flag} has no effect without --schema, --fields or --validator")
         return None
     if len(given) > 1:
         raise InvalidInput("--schema, --fields and --validator say the same: give one of them")
     attempts = 2 if attempts is None else attempts
+    is_of_class = path is not None and is_class(path) and not (cwd / path).exists()
+    if requirements is not None:
+        if not is_of_class:
+            raise InvalidInput("--schema-requirements is for a class: give --schema FILE.py:CLASS with it")
+        validator = await _deployed(session, config, path, cwd / Path(requirements))
     if validator is not None:
         found = await session.app.deployed_schema(config, validator)
         return replace(found, attempts=attempts, prefix=prefix or "")
     if fields is not None:
         document = json.dumps(schema_of_fields(fields))
-    elif is_class(path) and not (cwd / path).exists():
-        return await class_schema(path, cwd, OutputSchema("", attempts, prefix or ""))
+    elif is_of_class:
+        return await _class_of(path, cwd, OutputSchema("", attempts, prefix or ""))
     else:
         try:
             document = (cwd / Path(path).expanduser()).read_text(encoding="utf-8")
@@ -296,6 +308,38 @@ async def output_schema(session: Session, config: Config, options: dict[str, Any
             raise InvalidInput(f"the schema {path} cannot be read: {error}") from None
         document = one_line(document, path)
     return OutputSchema(document, attempts, prefix or "")
+
+
+async def _class_of(path: str, cwd: Path, schema: OutputSchema) -> OutputSchema:
+    """The schema of a class that is loaded with batchmill's Python. Raises: InvalidInput."""
+    try:
+        return await class_schema(path, cwd, schema)
+    except InvalidInput as error:
+        if "No module named" not in error.message:
+            raise
+        way_out = (
+            "a package that the class needs is missing: name it in --schema-requirements FILE"  # before what is cut
+        )
+        raise InvalidInput(f"{way_out}; {error.message}", code=error.code) from None
+
+
+async def _deployed(session: Session, config: Config, path: str, requirements: Path) -> str:
+    """Deploy a class with its packages, without a name: the same code is the same version. Returns its reference.
+
+    Raises: Forbidden, with the way out; ModelFailed with the traceback.
+    """
+    try:
+        packages = requirements.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{requirements} cannot be read: {error}") from None
+    settings = settings_of({"schema_requirements": packages})
+    with bundled(path, settings, cwd=session.cwd) as (order, bundle):
+        async with session.open() as client:
+            try:
+                reply = await session.app.deploy(client, config, bundle)
+            except Forbidden as error:
+                raise refused(order.target, error) from None
+    return reference_of(reply.version)
 
 
 def _template(flag: str, text: str | None, cwd: Path) -> str | None:

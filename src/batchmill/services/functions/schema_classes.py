@@ -89,6 +89,7 @@ def _way_out(message: str) -> str:
     name = found[1].partition(".")[0]
     return (
         f"\nThe environment of the class lacks {name}. If that is a package, name it in the requirements (`batchmill "
-        f"deploy … --schema --requirements FILE`, `Client.run(…, schema_requirements=…)`); if it is a file of yours, "
+        f"deploy … --schema --requirements FILE`, `batchmill run … --schema-requirements FILE`, `Client.run(…, "
+        "schema_requirements=…)`); if it is a file of yours, "
         "have it beside the class, or include it"
     )
