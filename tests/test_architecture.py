@@ -20,7 +20,18 @@ PARAMETERS_MAX = 9
 
 # A module may import from its own row and the rows above it.
 ROWS = {
-    1: ("types", "states", "errors", "faults", "imports", "optional", "checksums", "owner_clock", "function_runtime"),
+    1: (
+        "types",
+        "states",
+        "errors",
+        "faults",
+        "imports",
+        "optional",
+        "checksums",
+        "owner_clock",
+        "part_files",
+        "function_runtime",
+    ),
     2: ("ports", "config", "wire", "object_store"),
     3: ("datasets", "models", "store", "children"),
     4: ("engines", "executors"),

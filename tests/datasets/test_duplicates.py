@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.datasets import duplicates
+from batchmill.datasets.folders import DiskFolder, MemoryFolder
+from batchmill.datasets.layout import HASHES
 
 
 class Rows:
@@ -34,14 +36,14 @@ def reference(ids: list[str]) -> list[tuple[int, int]]:
 )
 def test_repeated_ids_are_those_of_a_dictionary(tmp_path_factory, ids, hashes, piece_rows):
     """Rows whose hashes are equal by chance repeat nothing; of equal ids every row but the first is reported."""
-    path = tmp_path_factory.mktemp("hashes") / "ids.u64"
+    dataset = MemoryFolder(tmp_path_factory.mktemp("hashes"))
     kinds = ["", "a", "b", "c", "d", "e", "f"]
-    path.write_bytes(array("Q", [hashes[kinds.index(each)] for each in ids]).tobytes())
-    assert list(duplicates.find(path, Rows(ids), piece_rows=piece_rows)) == reference(ids)
+    dataset.write(HASHES, array("Q", [hashes[kinds.index(each)] for each in ids]).tobytes())
+    assert list(duplicates.find(dataset, Rows(ids), piece_rows=piece_rows)) == reference(ids)
 
 
 def test_an_id_that_all_rows_have(tmp_path):
     """A group larger than what is compared at once is one group."""
-    path = tmp_path / "ids.u64"
-    path.write_bytes(array("Q", [9]).tobytes() * 500)
-    assert list(duplicates.find(path, Rows(["same"] * 500), piece_rows=7)) == [(row, 0) for row in range(1, 500)]
+    dataset = DiskFolder(tmp_path)
+    dataset.write(HASHES, array("Q", [9]).tobytes() * 500)
+    assert list(duplicates.find(dataset, Rows(["same"] * 500), piece_rows=7)) == [(row, 0) for row in range(1, 500)]

@@ -6,9 +6,9 @@ import pytest
 from ledgered_job import USAGE, LedgeredJob
 
 from batchmill.jobs.finishing import Finish
+from batchmill.part_files import HeldFile
 from batchmill.states import JobState
 from batchmill.store.file_log import FileLog
-from batchmill.store.part_files import HeldFile
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, SegmentRef
 

@@ -14,6 +14,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import StorageFull
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.finishing import Finish
+from batchmill.jobs.ledger import packed
 from batchmill.jobs.service import JobService
 from batchmill.store.file_log import FileLog
 from batchmill.store.sql.tables import logged_files
@@ -61,6 +62,15 @@ async def submit(service: JobService, folder: Path, rows: int) -> str:
 
 async def end_of(service: JobService, job_id: str) -> JobView:
     return [view async for view in service.watch(job_id, 0.02)][-1]
+
+
+async def test_a_job_is_unpacked_only_for_those_who_need_its_files(folder, logged, monkeypatch):
+    """Its dataset and its plan are made in memory, and go from there to the database and to its worker."""
+    (service, *_), unpacked, unpack = logged, [], packed.unpack
+    monkeypatch.setattr(packed, "unpack", lambda *args: (unpacked.append(args), unpack(*args)))
+    view = await end_of(service, await submit(service, folder, 4))
+    assert (view.state, view.rows_ok, unpacked) == ("completed", 4, [])
+    assert (await service.verify(view.id)).broken == [] and len(unpacked) == 1
 
 
 async def test_earlier_results_are_durable_before_a_retry_replaces_them(folder, logged):

@@ -9,11 +9,11 @@ import sys
 import pytest
 from written_dataset import RowKeys, write_dataset
 
+from batchmill import part_files
 from batchmill.errors import InvalidInput, StorageFailed, StorageFull
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.jobs.results.results import can_stream, check_output, errors_path, output_kind
-from batchmill.store import part_files
-from batchmill.store.part_files import PartFile
+from batchmill.part_files import PartFile
 
 
 @pytest.mark.parametrize(

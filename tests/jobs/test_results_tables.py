@@ -21,11 +21,11 @@ from finished_job import FinishedJob, quiet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchmill import part_files
 from batchmill.errors import InvalidInput, StorageFull
 from batchmill.jobs.results import result_columns
 from batchmill.jobs.results.gathering import TableSource, create_table, gather
 from batchmill.jobs.results.parquet import result_parquet
-from batchmill.store import part_files
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
 from batchmill.wire.json_bytes import DEPTH_MAX

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import gzip
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,8 +20,8 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import DatabaseUnavailable, InvalidInput, LedgerBroken, OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import recorded_job
-from batchmill.jobs.intake import orders
-from batchmill.jobs.ledger import packed, records, scratch
+from batchmill.jobs.intake import orders, preview
+from batchmill.jobs.ledger import packed, records
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.results import counted_commits
 from batchmill.jobs.service import JobService
@@ -86,18 +86,6 @@ def noting(function, threads: set[bool]):
     return noted
 
 
-def no_room(home: Path):
-    """A rename that makes no folder of a job in this scratch folder."""
-    rename = os.rename
-
-    def refused(source: Path, target: Path) -> None:
-        if Path(target).parent == home / "jobs":
-            raise OSError(errno.ENOSPC, "no space left on device")
-        rename(source, target)
-
-    return refused
-
-
 async def test_it_is_stored_with_its_plan_and_its_first_lease(opened, tmp_path):
     """Once the submission returns, the job runs: no state before that was ever stored, and its shard is leased once."""
     service = await opened()
@@ -143,7 +131,7 @@ async def test_thousands_of_tiny_lines_are_not_checked_on_the_event_loop(opened,
 async def test_an_order_that_may_use_many_models_does_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
     """A server with many models hands all of them to each job: to describe and to plan it takes time in proportion."""
     service, threads = await opened(), set[bool]()
-    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    monkeypatch.setattr(preview, "prepare_in", noting(preview.prepare_in, threads))
     monkeypatch.setattr(orders, "describe", noting(orders.describe, threads))
     for models in (packed.SHORT_MODELS_MAX, packed.SHORT_MODELS_MAX + 1):
         wanted = order(tmp_path)
@@ -169,7 +157,7 @@ async def test_a_job_with_a_prompt_does_not_hold_up_the_event_loop(opened, tmp_p
 
 async def test_many_files_do_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
     service, threads, wanted = await opened(), set[bool](), order(tmp_path)
-    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    monkeypatch.setattr(preview, "prepare_in", noting(preview.prepare_in, threads))
     paths = [tmp_path / f"empty-{number}.jsonl" for number in range(packed.SHORT_FILES_MAX)]
     for path in paths:
         path.write_text("")
@@ -178,17 +166,24 @@ async def test_many_files_do_not_hold_up_the_event_loop(opened, tmp_path, monkey
     assert (view.state, view.rows_ok, threads) == ("completed", 5, {False})
 
 
-@pytest.mark.parametrize("full", ["the machine has none", "there is no room"])
-async def test_a_job_whose_files_are_not_in_memory_does_not_hold_up_the_event_loop(full, opened, tmp_path, monkeypatch):
-    """Its files are synced, which waits for the disk."""
-    service, threads = await opened(), set[bool]()
-    if full == "there is no room":
-        monkeypatch.setattr(os, "rename", no_room(service._scratch.home))
-    else:
-        monkeypatch.setattr(scratch, "MEMORY", tmp_path / "none")
-    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
-    view = await end_of(service, (await service.submit(order(tmp_path))).id)
-    assert (view.state, view.rows_ok, threads) == ("completed", 5, {False})
+async def test_a_file_that_becomes_another_while_it_is_described(opened, tmp_path, monkeypatch):
+    """Rows that must be converted have no room in memory: such a job gets files in the data directory."""
+    service, wanted = await opened(), order(tmp_path)
+    path, enter = Path(wanted.dataset.paths[0]), recorded_job.packed.is_short
+    wanted = replace(wanted, dataset=replace(wanted.dataset, paths=[str(tmp_path / "in")]))
+    path.rename(tmp_path / "in")
+
+    def is_short(*args: object) -> bool:
+        found = enter(*args)
+        if found and service._active.all_running():
+            (tmp_path / "in").write_bytes(gzip.compress((tmp_path / "in").read_bytes()))
+        return found
+
+    monkeypatch.setattr(packed, "is_short", is_short)
+    job_id = (await service.submit(wanted)).id
+    view = await end_of(service, job_id)
+    assert (view.state, view.rows_ok) == ("completed", 5)
+    assert (tmp_path / "data" / "jobs" / job_id / "dataset" / "rows.jsonl").exists()
 
 
 async def test_results_that_are_not_kept_in_memory_come_from_the_database(opened, tmp_path, monkeypatch):
@@ -298,10 +293,10 @@ async def test_what_fails_before_it_is_stored_pauses_it(opened, tmp_path, monkey
     service = await opened()
     wanted = order(tmp_path)
 
-    def unpack(*_: object) -> None:
+    def prepare_in(*_: object) -> None:
         raise OSError(errno.EIO, "an input/output error")
 
-    monkeypatch.setattr(service._scratch, "_unpack", unpack)
+    monkeypatch.setattr(preview, "prepare_in", prepare_in)
     submitted = await service.submit(wanted)
     view = await end_of(service, submitted.id)
     assert (view.state, view.reason) == ("paused", "storage_failed")

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout, readers
+from batchmill.datasets.folders import Folder
 from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.orders import RefusedRow, SealOrder, SizeLimits, SourcePart, ValidatedChunk
@@ -220,7 +221,7 @@ def _parts_of(files: list[SealedFile], sources: list[str]) -> list[SourcePart]:
 
 FEW_ROWS = 100_000  # up to this many hashes are compared here, before numpy is imported for more
 
-Duplicates = Callable[[Path, SealedRows], Iterator[tuple[int, int]]]
+Duplicates = Callable[[Folder, SealedRows], Iterator[tuple[int, int]]]
 
 _encode = msgspec.json.encode
 
@@ -236,8 +237,8 @@ class Rejection(Struct, frozen=True):
 class Tables:
     """Writes the files of a sealed dataset. Rows are added in order; `finish` completes the dataset."""
 
-    def __init__(self, home: Path, order: SealOrder, material: Material, size_limits: SizeLimits) -> None:
-        self._home, self._size_limits = home, size_limits
+    def __init__(self, folder: Folder, order: SealOrder, material: Material, size_limits: SizeLimits) -> None:
+        self._folder, self._size_limits = folder, size_limits
         self._material = material
         self._spec, self._problems_max = order.dataset, order.problems_max
         self._open_files = ExitStack()
@@ -264,7 +265,7 @@ class Tables:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open_files.close()
-        (self._home / layout.HASHES).unlink(missing_ok=True)
+        self._folder.remove(layout.HASHES)
 
     def add(self, chunk: ValidatedChunk, part: SourcePart) -> None:
         """Add the next chunk, whose lines are from `part`."""
@@ -311,10 +312,10 @@ class Tables:
             rejections = self._duplicates(seal, duplicates, repeated)
         if self._material.refused is not None or rejections is not None:
             self._merge_rejected(rejections or iter(()))
-        (self._home / layout.HASHES).unlink(missing_ok=True)
+        self._folder.remove(layout.HASHES)
         problems = _first_of([self._material.problems, self._at_lines(), repeated], self._problems_max)
         seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
-        layout.write_seal(self._home, seal)
+        layout.write_seal(self._folder, seal)
         return SealReport(seal, problems, self._rejected_count, self._rejected_count)
 
     def _at_lines(self) -> list[Problem]:
@@ -332,21 +333,21 @@ class Tables:
         return placed
 
     def _create(self, name: str) -> BinaryIO:
-        return self._open_files.enter_context(open(self._home / name, "wb"))
+        return self._open_files.enter_context(self._folder.create(name))
 
     def _may_have_duplicates(self) -> bool:
         if self.rows > FEW_ROWS:
             return True
         hashes = array("Q")
-        hashes.frombytes((self._home / layout.HASHES).read_bytes())
+        hashes.frombytes(self._folder.read(layout.HASHES))
         return len(set(hashes)) < len(hashes)
 
     def _duplicates(self, seal: Seal, duplicates: Duplicates, problems: list[Problem]) -> Iterator[Rejection]:
         """Reject every row whose custom_id an earlier row has; add the first of them to `problems`."""
-        rows = SealedRows(self._home, seal)
+        rows = SealedRows(self._folder, seal)
         sources = [part.source for part in self._material.parts]
         try:
-            for row, first in duplicates(self._home / layout.HASHES, rows):
+            for row, first in duplicates(self._folder, rows):
                 part, first_part = rows.chunk_of(row).part, rows.chunk_of(first).part
                 source_note = "" if part == first_part else f" of {sources[first_part]}"
                 first_line = f"line {rows.line_of(first)}{source_note}"
@@ -361,26 +362,28 @@ class Tables:
 
     def _merge_rejected(self, duplicates: Iterator[Rejection]) -> None:
         """Write one list of all refused rows in row order; a row that was refused twice keeps the first reason."""
-        lines, target = self._home / layout.REFUSED_BY_LINE, self._home / layout.REJECTED
-        target.rename(lines)
+        folder = self._folder
+        folder.rename(layout.REJECTED, layout.REFUSED_BY_LINE)
         unreadable = self._material.refused
-        streams = [_read(unreadable) if unreadable is not None else iter(()), _read(lines), duplicates]
+        by_line = _read(folder.open(layout.REFUSED_BY_LINE))
+        early = iter(()) if unreadable is None else _read(unreadable.open("rb"))
+        streams = [early, by_line, duplicates]
         last = -1
         self._rejected_count = 0
-        with open(target, "wb") as file:
+        with folder.create(layout.REJECTED) as file:
             for rejection in merge(*streams, key=attrgetter("row")):
                 if rejection.row != last:
                     file.write(_encode(rejection) + b"\n")
                     self._rejected_count += 1
                 last = rejection.row
-        lines.unlink()
+        folder.remove(layout.REFUSED_BY_LINE)
         if unreadable is not None:
             unreadable.unlink()
 
 
-def _read(path: Path) -> Iterator[Rejection]:
+def _read(file: BinaryIO) -> Iterator[Rejection]:
     decode = msgspec.json.Decoder(Rejection).decode
-    with open(path, "rb") as file:
+    with file:
         yield from map(decode, file)
 
 

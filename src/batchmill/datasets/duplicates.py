@@ -7,12 +7,12 @@ read again only where hashes are equal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from batchmill.datasets.external_sort import ExternalSort, RowCursor
-from batchmill.datasets.layout import PIECE_ROWS
+from batchmill.datasets.folders import Folder
+from batchmill.datasets.layout import HASHES, PIECE_ROWS
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.validation import id_of
 
@@ -21,16 +21,16 @@ IDS_MAX = 1 << 18  # rows that are compared at once: their custom_ids are in mem
 READ_ROWS = 1024
 
 
-def find(hashes: Path, rows: SealedRows, *, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, int]]:
+def find(dataset: Folder, rows: SealedRows, *, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, int]]:
     """Yield (row, the first row with its custom_id), in row order.
 
     Args: piece_rows: rows that are sorted in memory.
     """
-    folder, step = hashes.parent, min(WINDOW_ROWS, piece_rows)
+    folder, step = dataset.path, min(WINDOW_ROWS, piece_rows)
     with ExternalSort(folder, 1, rows.rows, piece_rows=piece_rows) as repeated:
-        with ExternalSort(folder, 2, rows.rows, piece_rows=piece_rows) as by_hash, open(hashes, "rb") as file:
+        with ExternalSort(folder, 2, rows.rows, piece_rows=piece_rows) as by_hash, dataset.open(HASHES) as file:
             start = 0
-            while len(window := np.fromfile(file, np.uint64, step)):
+            while len(window := np.frombuffer(file.read(8 * step), np.uint64)):
                 by_hash.add(window, np.arange(start, start + len(window), dtype=np.uint64))
                 start += len(window)
             known = _KnownIds(rows)

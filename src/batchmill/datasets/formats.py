@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sources import describe, find_objects, open_file
 from batchmill.errors import InvalidDataset
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec
+from batchmill.types import DatasetSpec, SealedFile
 from batchmill.wire.input_urls import is_input_url, is_web_url
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ FIRST_ROWS_MAX = 100  # lines that may be unreadable before the first readable o
 BLANK_LINES_MAX = 1_000_000  # before the first row
 FIRST_BYTES_MAX = 64 * 1024 * 1024  # of the first rows; no more is unpacked to detect the format
 
+REMEMBERED_MAX = 64  # files of which it is remembered what they hold
+
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
@@ -103,6 +106,7 @@ class SourceFile(Struct, frozen=True):
     path: str
     format: str  # jsonl, csv, parquet
     codec: str | None  # gzip, zstd
+    seen: SealedFile | None = None  # what it was then
 
 
 class Detected(Struct, frozen=True):
@@ -123,7 +127,7 @@ def detect(spec: DatasetSpec) -> Detected:
     first = sources[0]
     if first.format in CONVERTED:
         return Detected(first.format, readers.load(first.format).columns(first, spec))
-    names = _first_names(sources, spec)
+    names = _first_names(tuple(sources), spec.line_bytes_max)
     if spec.format == "openai" or (spec.format is None and _is_openai(names)):
         return Detected("openai", [])
     return Detected("jsonl", list(names or ()))
@@ -165,7 +169,7 @@ def classify(spec: DatasetSpec) -> list[SourceFile]:
         )
     if not spec.paths:
         raise InvalidDataset("no input file was named", code="no_input")
-    sources = [_classify_file(path, spec.format) for path in spec.paths if describe(path).size_bytes]
+    sources = [_classify_file(file, spec.format) for file in map(describe, spec.paths) if file.size_bytes]
     for source in sources:
         if source.format != sources[0].format:
             raise InvalidDataset(
@@ -200,7 +204,10 @@ def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
         yield rest
 
 
-def _classify_file(path: str, row_format: str | None) -> SourceFile:
+@lru_cache(maxsize=REMEMBERED_MAX)
+def _classify_file(seen: SealedFile, row_format: str | None) -> SourceFile:
+    """How to read a file. What was seen of one is remembered: a short job asks several times."""
+    path = seen.path
     with open_file(path) as file:
         head = file.read(HEAD_BYTES)
     named_format, named_codec = kind(path)
@@ -222,27 +229,28 @@ def _classify_file(path: str, row_format: str | None) -> SourceFile:
         raise InvalidDataset(f"{path} {fact}, but its format is {file_format} by name", code="format_mismatch")
     if head.startswith(UTF16) and file_format != "parquet":
         raise InvalidDataset(f"{path} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`", code="invalid_encoding")
-    return SourceFile(path, file_format, codec)
+    return SourceFile(path, file_format, codec, seen)
 
 
-def _first_names(sources: list[SourceFile], spec: DatasetSpec) -> list[str] | None:
-    """The field names of the first readable row; None if none of the first rows is readable."""
+@lru_cache(maxsize=REMEMBERED_MAX)
+def _first_names(sources: tuple[SourceFile, ...], line_bytes_max: int) -> tuple[str, ...] | None:
+    """The field names of the first readable row; None if none of the first rows is readable. As `_classify_file`."""
     unreadable = blank = seen = 0
     for source in sources:
-        for line in lines_of(source, spec.line_bytes_max):
+        for line in lines_of(source, line_bytes_max):
             seen += len(line)
             if not line.strip():
                 blank += 1
-                if blank > BLANK_LINES_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
+                if blank > BLANK_LINES_MAX or seen > FIRST_BYTES_MAX + line_bytes_max:
                     raise _no_rows(source.path)
                 continue
             if unreadable == 0:
                 _refuse_other_json(source.path, line)
             try:
-                return list(_members(line))
+                return tuple(_members(line))
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
                 unreadable += 1
-            if unreadable == FIRST_ROWS_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
+            if unreadable == FIRST_ROWS_MAX or seen > FIRST_BYTES_MAX + line_bytes_max:
                 return None
     return None
 
@@ -269,7 +277,7 @@ def _refuse_other_json(path: str, line: bytes) -> None:
         )
 
 
-def _is_openai(names: list[str] | None) -> bool:
+def _is_openai(names: tuple[str, ...] | None) -> bool:
     """Whether rows are requests. If the first row is unreadable they are, so that every flaw is reported."""
     if names is None:
         return True

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from batchmill.checksums import checksum, checksum_of
+from batchmill.datasets.folders import Folder, Home, folder_of
 from batchmill.errors import DatasetDamaged
 from batchmill.types import Seal
 
@@ -60,49 +59,37 @@ class ChunkRecord(NamedTuple):
 
 
 SUMMED_LINES = (OFFSETS, CHUNKS, CHECKSUMS, REJECTED)
+INDEX = (SEAL, OFFSETS, CHUNKS, CHECKSUMS)  # what rows of lines are read with
 SUMMED_COLUMNS = (ROW_GROUPS, CHECKSUMS, REJECTED)
 PIECE_BYTES = 1024 * 1024
 Sums = dict[str, tuple[int, int]]  # name -> (bytes, checksum)
 
 
-def write_seal(home: Path, seal: Seal) -> None:
+def write_seal(home: Home, seal: Seal) -> None:
     """Make every file in `home` durable, and write the seal last."""
-    with os.scandir(home) as entries:
-        paths = [entry.path for entry in entries if entry.is_file()]
-    for path in paths:
-        sync(path)
+    folder = folder_of(home)
+    folder.sync()
     data = msgspec.json.encode(seal)
-    write_sums(home, data)
-    temporary = home / f"{SEAL}.tmp"
-    temporary.write_bytes(data)
-    sync(temporary)
-    temporary.rename(home / SEAL)
-    sync(home)
+    write_sums(folder, data)
+    folder.write(SEAL, data)
 
 
-def sync(path: Path | str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_sums(home: Path, seal: bytes) -> None:
+def write_sums(home: Home, seal: bytes) -> None:
     """Durably write the checksums of the files in `home` and of the seal, which the caller writes next."""
-    names = SUMMED_COLUMNS if (home / ROW_GROUPS).exists() else SUMMED_LINES
-    sums: Sums = {name: _sum(home / name) for name in names}
+    folder = folder_of(home)
+    names = SUMMED_COLUMNS if ROW_GROUPS in folder.names() else SUMMED_LINES
+    sums: Sums = {name: _sum(folder, name) for name in names}
     sums[SEAL] = len(seal), checksum(seal)
-    with open(home / SUMS, "wb") as file:
-        file.write(msgspec.json.encode(sums))
-        file.flush()
-        os.fsync(file.fileno())
+    folder.write(SUMS, msgspec.json.encode(sums))
 
 
-def faults(home: Path) -> list[str]:
+def faults(home: Home) -> list[str]:
     """The faults of the files of a sealed dataset; empty if there are none."""
+    folder = folder_of(home)
+    if not folder.is_on_disk:
+        return []
     try:
-        sums = msgspec.json.decode((home / SUMS).read_bytes(), type=Sums)
+        sums = msgspec.json.decode(folder.read(SUMS), type=Sums)
     except FileNotFoundError:
         return [f"{SUMS} is missing"]
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -110,7 +97,7 @@ def faults(home: Path) -> list[str]:
     messages = []
     for name in (SEAL, *(SUMMED_COLUMNS if ROW_GROUPS in sums else SUMMED_LINES)):
         try:
-            if sums.get(name) != _sum(home / name):
+            if sums.get(name) != _sum(folder, name):
                 messages.append(f"{name} was changed or damaged")
         except FileNotFoundError:
             messages.append(f"{name} is missing")
@@ -119,21 +106,22 @@ def faults(home: Path) -> list[str]:
     return messages
 
 
-def check(home: Path) -> None:
+def check(home: Home) -> None:
     """Verify the index before rows are read: no block checksum covers the offsets of rows. Raises: DatasetDamaged."""
     if messages := faults(home):
         raise damaged(home, messages)
 
 
-def damaged(home: Path, messages: list[str]) -> DatasetDamaged:
+def damaged(home: Home, messages: list[str]) -> DatasetDamaged:
     """The error for damaged files in `home`, when the input is not at fault."""
+    path = folder_of(home).path
     return DatasetDamaged(
-        f"the index of the dataset in {home} is damaged ({'; '.join(messages)}); the input is not the cause: rebuild "
-        f"the index from the input with `batchmill ledger rebuild {home.parent.name}`, then resume the job"
+        f"the index of the dataset in {path} is damaged ({'; '.join(messages)}); the input is not the cause: rebuild "
+        f"the index from the input with `batchmill ledger rebuild {path.parent.name}`, then resume the job"
     )
 
 
-def _sum(path: Path) -> tuple[int, int]:
-    with open(path, "rb") as file:
+def _sum(folder: Folder, name: str) -> tuple[int, int]:
+    with folder.open(name) as file:
         value = checksum_of(iter(lambda: file.read(PIECE_BYTES), b""))
         return file.tell(), value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from batchmill.datasets.folders import Home, folder_of
 from batchmill.datasets.sealed import DatasetRows, SealedRows, load_seal
 from batchmill.datasets.sources import Access
 from batchmill.errors import InvalidDataset
@@ -28,11 +28,12 @@ def load(name: str) -> Any:
     return require(MODULES[name], f"reading {what}", InvalidDataset)
 
 
-def open_rows(home: Path, seal: Seal | None = None, access: Access | None = None) -> DatasetRows:
+def open_rows(home: Home, seal: Seal | None = None, access: Access | None = None) -> DatasetRows:
     """Open the rows of the dataset in `home`. Raises: InvalidDataset, DatasetDamaged.
 
     Args: access: as in `sources.open_source`.
     """
     seal = load_seal(home) if seal is None else seal
-    kind = load("column_rows").ColumnRows if seal.is_columnar else SealedRows
-    return kind(home, seal, access)
+    if seal.is_columnar:
+        return load("column_rows").ColumnRows(folder_of(home).path, seal, access)
+    return SealedRows(home, seal, access)

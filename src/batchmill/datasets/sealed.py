@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 
 from batchmill.checksums import CHECKSUM_BYTES, checksum
 from batchmill.datasets import layout
+from batchmill.datasets.folders import Folder, Home, folder_of
 from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord, damaged, faults
 from batchmill.datasets.sources import Access, Source, open_source
 from batchmill.errors import InputChanged, InvalidDataset
@@ -29,12 +30,13 @@ CACHE_BYTES_MAX = 32 * 1024 * 1024  # verified blocks kept for scattered reads
 OFFSET_BYTES = 8
 
 
-def load_seal(home: Path) -> Seal:
+def load_seal(home: Home) -> Seal:
     """The seal in `home`. Raises: InvalidDataset where there is none, DatasetDamaged."""
+    folder = folder_of(home)
     try:
-        data = (home / layout.SEAL).read_bytes()
+        data = folder.read(layout.SEAL)
     except FileNotFoundError:
-        raise InvalidDataset(f"{home} holds no sealed dataset", code="not_sealed") from None
+        raise InvalidDataset(f"{folder.path} holds no sealed dataset", code="not_sealed") from None
     try:
         return msgspec.json.decode(data, type=Seal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -129,19 +131,17 @@ class SealedRows:
     Concurrency: one thread at a time.
     """
 
-    def __init__(self, home: Path, seal: Seal | None = None, access: Access | None = None) -> None:
+    def __init__(self, home: Home, seal: Seal | None = None, access: Access | None = None) -> None:
         """Args: access: as in `sources.open_source`."""
-        self._seal = load_seal(home) if seal is None else seal
+        self._folder, self._access = folder_of(home), access
+        self._seal = load_seal(self._folder) if seal is None else seal
         self.rows, self.is_remote = self._seal.rows, self._seal.is_remote
-        self._home, self._access = home, access
-        self._offsets = self._checksums = -1
+        self._index = ExitStack()
         try:
-            self._open_index()
+            self._open_index(self._folder)
         except (OSError, ValueError, TypeError) as error:
-            for fd in (self._offsets, self._checksums):
-                if fd >= 0:
-                    os.close(fd)
-            raise damaged(home, faults(home) or [str(error)]) from None
+            self._index.close()
+            raise damaged(self._folder, faults(self._folder) or [str(error)]) from None
         self._chunk_numbers = range(len(self._chunks) // CHUNK_FIELDS)
         self._bases = [0]
         for file in self._seal.files:
@@ -150,15 +150,14 @@ class SealedRows:
         self._cache: OrderedDict[int, VerifiedRows] = OrderedDict()
         self._cache_bytes = 0
 
-    def _open_index(self) -> None:
-        home = self._home
-        self._offsets = os.open(home / layout.OFFSETS, os.O_RDONLY | os.O_CLOEXEC)
-        self._checksums = os.open(home / layout.CHECKSUMS, os.O_RDONLY | os.O_CLOEXEC)
-        with open(home / layout.CHUNKS, "rb") as chunks:
-            self._chunks_map = mmap.mmap(chunks.fileno(), 0, prot=mmap.PROT_READ)
-        self._chunks = memoryview(self._chunks_map).cast("Q")
-        if os.fstat(self._offsets).st_size != (self.rows + 1) * OFFSET_BYTES:
-            self._chunks.release()
+    def _open_index(self, folder: Folder) -> None:
+        self._offsets = self._index.enter_context(closing(folder.source(layout.OFFSETS)))
+        self._checksums = self._index.enter_context(closing(folder.source(layout.CHECKSUMS)))
+        view = folder.view(layout.CHUNKS)
+        if isinstance(view, mmap.mmap):
+            self._index.enter_context(closing(view))
+        self._chunks = self._index.enter_context(memoryview(view).cast("Q"))
+        if self._offsets.size_bytes != (self.rows + 1) * OFFSET_BYTES:
             raise ValueError(f"{layout.OFFSETS} does not fit {self.rows} rows")
 
     def read(self, first: int, last: int) -> list[bytes]:
@@ -216,7 +215,7 @@ class SealedRows:
         number = bisect_right(self._chunk_numbers, row, key=lambda n: chunks[n * CHUNK_FIELDS]) - 1
         chunk = ChunkRecord(*chunks[number * CHUNK_FIELDS : (number + 1) * CHUNK_FIELDS])
         if number < 0 or not chunk.first_row <= row < chunk.first_row + chunk.rows or chunk.block_rows == 0:
-            raise damaged(self._home, faults(self._home) or [f"{layout.CHUNKS} does not hold row {row}"])
+            raise damaged(self._folder, faults(self._folder) or [f"{layout.CHUNKS} does not hold row {row}"])
         return chunk
 
     def line_of(self, row: int) -> int:
@@ -230,16 +229,11 @@ class SealedRows:
 
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
-        for fd in (self._offsets, self._checksums):
-            if fd >= 0:
-                os.close(fd)
         for file in self._files.values():
             file.close()
-        self._offsets = self._checksums = -1
         self._files.clear()
         self._cache.clear()
-        self._chunks.release()
-        self._chunks_map.close()
+        self._index.close()
 
     def _block_of(self, row: int) -> VerifiedRows:
         chunk = self.chunk_of(row)
@@ -304,12 +298,12 @@ class SealedRows:
         return file
 
     def _changed(self, start: int, first: int, last: int) -> InputChanged:
-        index_faults = faults(self._home)
+        index_faults = faults(self._folder)
         if index_faults:
-            return damaged(self._home, index_faults)
+            return damaged(self._folder, index_faults)
         path = self._seal.files[bisect_right(self._bases, start) - 1].path
-        if Path(path).parent == self._home:
-            return damaged(self._home, [f"{Path(path).name} was changed or damaged"])
+        if Path(path).parent == self._folder.path:
+            return damaged(self._folder, [f"{Path(path).name} was changed or damaged"])
         return InputChanged(
             f"{path} changed since it was sealed (rows {first} to {last - 1} differ); "
             "restore it, or start over with --restart"
@@ -317,10 +311,10 @@ class SealedRows:
 
     def _u64(self, first: int, last: int) -> array[int]:
         offsets = array("Q")
-        offsets.frombytes(os.pread(self._offsets, (last - first) * OFFSET_BYTES, first * OFFSET_BYTES))
+        offsets.frombytes(self._offsets.read_at(first * OFFSET_BYTES, last * OFFSET_BYTES))
         return offsets
 
     def _u32(self, first: int, last: int) -> array[int]:
         checksums = array("I")
-        checksums.frombytes(os.pread(self._checksums, (last - first) * CHECKSUM_BYTES, first * CHECKSUM_BYTES))
+        checksums.frombytes(self._checksums.read_at(first * CHECKSUM_BYTES, last * CHECKSUM_BYTES))
         return checksums

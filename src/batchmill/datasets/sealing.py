@@ -20,6 +20,7 @@ from batchmill.datasets import layout, readers
 from batchmill.datasets.checking.fan_out import VALIDATOR_DIED, InlineValidator, ValidatorPool, validators
 from batchmill.datasets.checking.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.conversion import Additions, Material, Tables, convert, copy_sources, read_in_place
+from batchmill.datasets.folders import Folder, Home, folder_of
 from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
 from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
 from batchmill.datasets.orders import KeepMedia, RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
@@ -74,7 +75,7 @@ def survey(order: SealOrder) -> Survey | None:
 
 
 def seal_with_retry(
-    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None,
+    order: SealOrder, home: Home, progress: Callable[[float], None], elsewhere: Elsewhere | None = None,
     keep: KeepMedia | None = None,
 ) -> SealReport:  # fmt: skip
     """Call `seal`, and once more if a validator died: something else may have killed it. Or if another machine finds
@@ -93,12 +94,12 @@ def seal_with_retry(
 
 def seal(
     order: SealOrder,
-    home: Path,
+    home: Home,
     progress: Callable[[float], None],
     elsewhere: Elsewhere | None = None,
     keep: KeepMedia | None = None,
 ) -> SealReport:
-    """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
+    """Seal a dataset into `home`, which exists. The files of an earlier attempt are replaced.
 
     Args:
         progress: called with the share that is done, 0 to 1, every few MiB.
@@ -106,15 +107,16 @@ def seal(
 
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
+    folder = folder_of(home)
     try:
-        return _seal(order, home, progress, elsewhere, keep)
+        return _seal(order, folder, progress, elsewhere, keep)
     except BatchmillError:
-        clear(home)  # the files of a refused dataset are useless
+        clear(folder)  # the files of a refused dataset are useless
         raise
     except OSError as error:
-        clear(home)
+        clear(folder)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"no space is left to seal the dataset in {home}: {error.strerror}") from error
+            raise StorageFull(f"no space is left to seal the dataset in {folder.path}: {error.strerror}") from error
         raise
 
 
@@ -132,23 +134,24 @@ def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Dete
 
 
 def _seal(
-    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None, keep: KeepMedia | None
-) -> SealReport:
+    order: SealOrder, folder: Folder, progress: Callable[[float], None], elsewhere: Elsewhere | None,
+    keep: KeepMedia | None,
+) -> SealReport:  # fmt: skip
     order, detected = _described(order, None if elsewhere is None else elsewhere.checks)
     sources = order.files
-    clear(home)
+    clear(folder)
     steps = _ProgressSteps(progress)
-    size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
+    size_limits = SizeLimits(order, folder.path, sum(source.size_bytes for source in sources), steps.repeat)
     if isinstance(order.form, TableForm) and order.form.has_additions:
-        with _additions(order, order.form, detected, home, keep) as additions:
-            material, progress = _converted(order, detected, home, steps.progress, size_limits, additions)
-        return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits)
+        with _additions(order, order.form, detected, folder.on_disk(), keep) as additions:
+            material, progress = _converted(order, detected, folder.on_disk(), steps.progress, size_limits, additions)
+        return _seal_material(_with_longer_lines(order), detected, folder, material, progress, size_limits)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
-        report = _seal_columns(order, home, steps.progress, size_limits, sources)
+        report = _seal_columns(order, folder.on_disk(), steps.progress, size_limits, sources)
         if report is not None:
             return report
-        clear(home)
-    return _seal_lines(order, detected, home, steps.progress, size_limits, elsewhere)
+        clear(folder)
+    return _seal_lines(order, detected, folder, steps.progress, size_limits, elsewhere)
 
 
 def _seal_columns(
@@ -185,19 +188,19 @@ def _no_rows() -> InvalidDataset:
 
 
 def _seal_lines(
-    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits,
+    order: SealOrder, detected: Detected, folder: Folder, progress: Callable[[float], None], size_limits: SizeLimits,
     elsewhere: Elsewhere | None,
 ) -> SealReport:  # fmt: skip
-    material, progress = _material(order, detected, home, progress, size_limits)
-    return _seal_material(order, detected, home, material, progress, size_limits, elsewhere)
+    material, progress = _material(order, detected, folder, progress, size_limits)
+    return _seal_material(order, detected, folder, material, progress, size_limits, elsewhere)
 
 
 def _seal_material(
-    order: SealOrder, detected: Detected, home: Path, material: Material, progress: Callable[[float], None],
+    order: SealOrder, detected: Detected, folder: Folder, material: Material, progress: Callable[[float], None],
     size_limits: SizeLimits, elsewhere: Elsewhere | None = None,
 ) -> SealReport:  # fmt: skip
     sources = order.files
-    with Tables(home, order, material, size_limits) as tables:
+    with Tables(folder, order, material, size_limits) as tables:
         digests, adapters = _check_rows(order, material, tables, progress, elsewhere)
         if tables.rows == 0:
             raise _no_rows()
@@ -236,11 +239,12 @@ def digest(paths: list[str]) -> str:
     return blake3(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
 
 
-def clear(home: Path) -> None:
+def clear(home: Home) -> None:
     """Remove the files of an interrupted or refused attempt, if there was one."""
-    for name in os.listdir(home) if home.exists() else ():
+    folder = folder_of(home)
+    for name in folder.names():
         if name in layout.FILES or fnmatchcase(name, layout.COPIES):
-            (home / name).unlink(missing_ok=True)
+            folder.remove(name)
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
@@ -290,7 +294,7 @@ def _table_flaw(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow
 
 
 def _material(
-    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits
+    order: SealOrder, detected: Detected, folder: Folder, progress: Callable[[float], None], size_limits: SizeLimits
 ) -> tuple[Material, Callable[[float], None]]:
     """The files to read, and the progress callback for reading them."""
     spec = order.dataset
@@ -307,8 +311,8 @@ def _material(
         progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
     if plain:
-        return copy_sources(paths, home, converting), reading
-    return _converted(order, detected, home, progress, size_limits)
+        return copy_sources(paths, folder.on_disk(), converting), reading
+    return _converted(order, detected, folder.on_disk(), progress, size_limits)
 
 
 def _converted(
@@ -405,8 +409,8 @@ def _check_adapters_max(adapters: set[str]) -> None:
         )
 
 
-def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
-    return readers.load("duplicates").find(hashes, rows)
+def _duplicates(dataset: Folder, rows: SealedRows) -> Iterator[tuple[int, int]]:
+    return readers.load("duplicates").find(dataset, rows)
 
 
 def _digests(source: SealedFile) -> Iterator[bytes]:

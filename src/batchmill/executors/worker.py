@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from batchmill.datasets.folders import MemoryFolder
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.engines import import_engine, load_engine
@@ -493,6 +494,8 @@ class Worker:
 def _open_rows(message: Open) -> DatasetRows:
     """The rows of a job. Raises: InvalidDataset, DatasetDamaged."""
     home, access = Path(message.dataset), joined(message.stores, os.environ) if message.stores else {}
+    if message.index:
+        return open_rows(MemoryFolder(home, message.index), None, access)
     seal = moved(load_seal(home), message.moved) if message.moved else None
     return open_rows(home, seal, access)
 

@@ -12,9 +12,9 @@ from batchmill import faults
 from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger.ledger import move
 from batchmill.jobs.results.results import Manifest
+from batchmill.part_files import HeldFile
 from batchmill.states import JobState
 from batchmill.store.file_log import FileLog
-from batchmill.store.part_files import HeldFile
 
 
 class EndListener(Protocol):

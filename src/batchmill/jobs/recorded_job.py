@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill import faults
-from batchmill.children.offload import Offload
+from batchmill.datasets import layout
+from batchmill.datasets.folders import Folder
 from batchmill.errors import StorageFailed, StorageFull
 from batchmill.jobs.finishing import Finish, ended_fields, write_held
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder, needs_keys, prepare, reuses
-from batchmill.jobs.intake.preview import seal_and_plan
+from batchmill.jobs.intake.preparation import (
+    CopyOrder,
+    Prepared,
+    PrepareOrder,
+    needs_keys,
+    prepare,
+    reuses,
+    stays_in_memory,
+)
+from batchmill.jobs.intake.preview import seal_and_plan, seal_and_plan_at_once
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.ledger import first_lease
+from batchmill.jobs.ledger.packed import NewFolders
 from batchmill.jobs.ledger.plan import PlanReader, can_import_at_once, ordering
 from batchmill.jobs.ledger.records import NewJob
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
@@ -35,9 +45,9 @@ from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
+from batchmill.part_files import HeldFile
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
-from batchmill.store.part_files import HeldFile
 from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
@@ -71,6 +81,9 @@ class RecordedJob:
         self._state = state  # as it was read or written last
         self._entry = entry
         self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
+        self._in_use = AsyncExitStack()  # holds its files while it has some: see `_unpack`
+        self._is_unpacked = False
+        self._prepared_in: NewFolders | None = None  # of a small job that was prepared in memory
 
     @property
     def _is_fetched(self) -> bool:
@@ -145,6 +158,21 @@ class RecordedJob:
             await self._enter()
             raise
 
+    @asynccontextmanager
+    async def _using_files(self) -> AsyncIterator[None]:
+        """Let go of the files that `_unpack` brings meanwhile."""
+        async with AsyncExitStack() as self._in_use:
+            try:
+                yield
+            finally:
+                self._is_unpacked, self._prepared_in = False, None
+
+    async def _unpack(self, *, is_new: bool = False) -> None:
+        """Have the files of a small job, which most of them never need. `is_new`: none are stored."""
+        if not self._is_unpacked:
+            await self._in_use.enter_async_context(self._tools.scratch.use(self.spec, is_new=is_new))
+            self._is_unpacked = True
+
     async def _enter_unless_short(self) -> None:
         """Store a new job before its rows are sealed. A short one is sealed and planned first, and stored with that.
 
@@ -154,8 +182,9 @@ class RecordedJob:
             return
         form = self.spec.form
         is_plain = form.schema is None and not (isinstance(form, TableForm) and form.makes_requests)
-        is_short = is_plain and packed.is_short(self.spec.dataset, len(self.spec.models))
-        if self._tools.stored.is_elsewhere or not is_short or not self._tools.scratch.is_in_memory(self.files):
+        is_short = is_plain and stays_in_memory(self.spec)
+        is_short = is_short and packed.is_short(self.spec.dataset, len(self.spec.models))
+        if self._tools.stored.is_elsewhere or not is_short:
             await self._enter()
 
     async def _end(
@@ -197,21 +226,29 @@ class RecordedJob:
     async def _in_thread(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
     ) -> bytes:
-        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it.
-
-        That of a short job, which is not stored yet, is read here: a thread would wait for the interpreter longer.
-        """
+        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it."""
         assert target == PREPARE and not stores, "objects are no small jobs"
-        if self._entry is not None:
-            if not can_import_at_once(keys=needs_keys(self.spec)):
-                await asyncio.to_thread(ordering, keys=True)
-            return prepare(order, progress)
         return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
+
+    async def _call(self, work: Callable[[], Prepared]) -> Prepared:
+        """Call bounded work on a small job in a thread. That on a short one, which is not stored yet, is done here: a
+        thread would wait for the interpreter longer.
+        """
+        if self._entry is None:
+            return await self._tools.scratch.run(work, self.spec.project)
+        if not can_import_at_once(keys=needs_keys(self.spec)):
+            await asyncio.to_thread(ordering, keys=True)
+        return work()
+
+    @property
+    def _folders(self) -> dict[str, Folder]:
+        """The dataset and the plans of a small job."""
+        return packed.folders_of(self.files) if self._prepared_in is None else self._prepared_in.by_name()
 
     async def _make_large(self) -> None:
         """Give the job files in the data directory: it does not fit into the database."""
         await self._enter()
-        self.spec = replace(self.spec, is_small=False)
+        self.spec, self._prepared_in = replace(self.spec, is_small=False), None
         self.files = self._tools.scratch.files(self.spec)
         self._stored = JobStorage(self._tools.stored, self.files)
         await asyncio.to_thread(self.files.write_spec, self.spec)
@@ -261,7 +298,12 @@ class RecordedJob:
         """The first run of a small job, whose commits are kept for its results. With it the `shard` that the
         transaction leases that stores a new job, if it has one only.
         """
-        run, leased = self._new_run(PlanReader(self.files.plan(0)), 0), {}
+        new, leased = self._prepared_in, {}
+        if new is None:
+            run = self._new_run(PlanReader(self.files.plan(0)), 0)
+        else:
+            index = {name: new.dataset.files[name] for name in layout.INDEX}
+            run = self._new_run(PlanReader(new.plan), 0, index=index)
         if self._entry is not None and len(run.plan.shards()) == 1:
             leased["shard"] = run.plan.shards()[0]
             run.first_lease = first_lease(self.spec.id, leased["shard"])
@@ -276,7 +318,7 @@ class RecordedJob:
         if log is None or run is None or publishing is None or self._counted is None or run.is_sample:
             return None
         found, now = self._counted.results_with(commit, run.plan.leaders), self._clock.now()
-        if found is None or (manifest := publishing.hold(self.files.segment_place, *found)) is None:
+        if found is None or (manifest := publishing.hold(self.files.segment_place, *found, run.plan.plan)) is None:
             return None
         fields = ended_fields(manifest) | {"finalizing": now, "finished": now, "reason": None}
         fields["spent_s"] = run.elapsed_s
@@ -288,8 +330,8 @@ class RecordedJob:
         for listener in self._tools.end_listeners:
             listener.ended(self.spec.id)
 
-    def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
-        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
+    def _new_run(self, plan: PlanReader, generation: int, **more: Any) -> JobRun:
+        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, **more)
 
     async def _load(self, run: JobRun, done: dict[int, int]) -> None:
         """Make the open rows of a run ready: those of the sample, if there is one and others are left besides.
@@ -300,6 +342,7 @@ class RecordedJob:
         if sample is None or sample.rows >= run.plan.plan.rows:
             run.load(done)
             return
+        await self._unpack()
         order = MaskOrder(str(run.plan.home), str(self.files.plan(0)), sample)
         masks = await masks_in(order, run.plan.plan.rows, self._offload)
         job_id, shards = self.spec.id, [number for number in masks if number in done]
@@ -332,13 +375,18 @@ class RecordedJob:
     def _nodes(self) -> Nodes | None:
         return None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
 
-    async def _prepare(self, order: PrepareOrder, offload: Offload, progress: Callable[[float], None]) -> Prepared:
+    async def _prepare(self, order: PrepareOrder, progress: Callable[[float], None]) -> Prepared:
         """Seal and plan. Raises: as `seal_and_plan`; StorageFailed."""
-        order = replace(order, copies=self._copies())
-        sealing = None
+        disk_quota = self._tools.disk_quota_of(self.spec)
+        if stays_in_memory(self.spec):
+            new = self._prepared_in = NewFolders(self.files)
+            return await seal_and_plan_at_once(order, new.dataset, new.plan, disk_quota, self._call)
+        await self._unpack(is_new=True)
+        order, sealing = replace(order, copies=self._copies()), None
         if self._nodes is not None and not self.spec.is_small:
             sealing = NodeSealing(self._nodes, self._ledger.database.term_path())
-        return await seal_and_plan(order, self._tools.disk_quota_of(self.spec), offload, progress, sealing)
+        offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
+        return await seal_and_plan(order, disk_quota, offload, progress, sealing)
 
     def _copies(self) -> CopyOrder | None:
         """Where the files that cells name are copied. Raises: StorageFailed if their store is gone."""

@@ -29,15 +29,14 @@ from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import RESULTS, JobFiles, result_exists
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.jobs.results.results import STORED, errors_path, stored_name
+from batchmill.part_files import PartFile, sync_folder
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
 from batchmill.store.disk_room import bytes_in
 from batchmill.store.media_copies import FOLDER as MEDIA
 from batchmill.store.media_copies import remove_copies, shared_home, sweep_shared
-from batchmill.store.part_files import PartFile
 from batchmill.store.removals import Removal
-from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import (
     commits,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -39,7 +38,7 @@ from batchmill.jobs.early_end import ENDS_EARLY, EarlyEnd, EndsEarly, early_end_
 from batchmill.jobs.failover import RouteFailover, with_code
 from batchmill.jobs.intake import adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, reuses
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
@@ -247,8 +246,7 @@ class JobRunner(RecordedJob):
             while self._state not in ENDED:
                 if self._state is JobState.QUEUED:
                     await self._take_turn()
-                is_new = self._state is JobState.VALIDATING
-                async with self._entered_at_last(), self._tools.scratch.use(self.spec, is_new=is_new):
+                async with self._entered_at_last(), self._using_files():
                     await self._run_steps()
         finally:
             await self._turn.give_back()
@@ -258,6 +256,8 @@ class JobRunner(RecordedJob):
         try:
             while self._state not in ENDED and (self._turn.is_held or self._state is not JobState.QUEUED):
                 before = self._state
+                if before not in WITHOUT_FILES:
+                    await self._unpack()
                 await STEPS[before](self)
                 assert self._state is not before, f"the step of {before} stored no other state"
         finally:
@@ -280,7 +280,7 @@ class JobRunner(RecordedJob):
         models = self.spec.models
         try:
             prepared = await self._prepared()
-            if prepared.plan is not None:
+            if prepared.plan is not None and reuses(self.spec):
                 taking = self._tools.earlier_jobs.take_over(self.spec, self.files, self._show_progress)
                 self._copies_reused, self.spec = await self._interruptible(taking)
         except EndsEarly:
@@ -319,7 +319,7 @@ class JobRunner(RecordedJob):
         await self._routes.measure(self.spec.models)
         await self._bring_class()
         self._raise_if_stopped()
-        data = packed.pack(self.files)
+        data = packed.pack(self._folders)
         stored = {"packed": data, "errors": errors, "bytes": len(counts["spec"]) + len(data), **counts}
         if not self._turn.is_free():
             await self._move(JobState.QUEUED, via=[JobState.PLANNING], **stored)
@@ -421,16 +421,16 @@ class JobRunner(RecordedJob):
             await self._routes.measure(self.spec.models)
             folders = str(self.files.dataset), str(self.files.plan(0))
             order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
-            offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
+            work = self._prepare(order, self._show_progress)
             try:
-                prepared = await self._interruptible(self._prepare(order, offload, self._show_progress))
+                prepared = await (self._interruptible(work) if self._entry is None else work)
             except StorageFull:
                 if not self.spec.is_small:
                     raise
                 await self._make_large()  # the disk may have the room that memory lacks
                 continue
             faults.point("after_prepare")
-            if self.spec.is_small and prepared.plan and not packed.is_small(self.files, prepared.plan.rows):
+            if self.spec.is_small and prepared.plan and not packed.is_small(self._folders, prepared.plan.rows):
                 await self._make_large()
                 continue
             if not prepared.wanted:
@@ -590,6 +590,7 @@ class JobRunner(RecordedJob):
 
 
 # The step of each state that is not at rest. PLANNING is written only together with QUEUED.
+WITHOUT_FILES = (JobState.VALIDATING, JobState.RUNNING)  # steps of small jobs that seldom need them
 STEPS: dict[JobState, Callable[[JobRunner], Awaitable[None]]] = {
     JobState.VALIDATING: JobRunner._validating,
     JobState.QUEUED: JobRunner._queued,

@@ -22,8 +22,8 @@ from batchmill.jobs.maintenance import JobDeadlines
 from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
+from batchmill.part_files import full_disk_named
 from batchmill.states import JobState, PauseReason
-from batchmill.store.part_files import full_disk_named
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
 

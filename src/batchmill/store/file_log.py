@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed, to_storage_error
-from batchmill.store.segments.format import sync_folder
+from batchmill.part_files import sync_folder
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import logged_files

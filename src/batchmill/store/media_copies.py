@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from batchmill.part_files import sync_folder
 from batchmill.store.objects import StoreObjects
-from batchmill.store.segments.format import sync_folder
 
 FOLDER, PART = "media", ".part"  # in the folder of a job; the ending of a file that is being written
 SHARED = "media"  # in the data directory: a folder for each project

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from batchmill import faults, owner_clock
 from batchmill.errors import BatchmillError, StorageFailed
+from batchmill.part_files import sync_folder
 from batchmill.ports import Objects
 from batchmill.store import catalog, folder_objects
 from batchmill.store.catalog import Stored
@@ -30,7 +31,6 @@ from batchmill.store.media_copies import FOLDER as MEDIA
 from batchmill.store.media_copies import prefix_of
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import objects as segment_objects
-from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
 from batchmill.wire.messages import StoredFile
 

@@ -71,6 +71,7 @@ class Open(Struct, frozen=True, tag="open"):
     files: list[StoredFile] = []  # for a worker that does not see the data directory: what this message names of it
     replies: ReplyRules = ReplyRules()
     media: MediaBounds = MediaBounds()
+    index: dict[str, bytes] = {}  # the files of `dataset`, by name, of a small job that is not unpacked
     moved: dict[str, str] = {}  # files or folders of the dataset -> where a worker that does not see them has them
 
     def __repr__(self) -> str:  # without the variables

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.datasets.checking.spans import Checks
+from batchmill.datasets.folders import DiskFolder, Folder
 from batchmill.datasets.orders import KeepMedia, SealOrder, check_disk
 from batchmill.datasets.sealing import Elsewhere, seal_with_retry
 from batchmill.datasets.validation import HubPatterns
@@ -33,6 +34,7 @@ from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
+from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import SealReport
 from batchmill.wire.rows.forms import URLS, TableForm
@@ -90,6 +92,14 @@ class Prepared(Struct, frozen=True):
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     request = msgspec.json.decode(order, type=PrepareOrder)
+    folders = DiskFolder(Path(request.dataset)), DiskFolder(Path(request.plan))
+    return msgspec.json.encode(prepare_in(request, *folders, progress))
+
+
+def prepare_in(
+    request: PrepareOrder, dataset: Folder, plan_folder: Folder, progress: Callable[[float], None]
+) -> Prepared:
+    """Seal the dataset, and plan its rows unless they are refused or adapters are missing, into these folders."""
     spec = request.spec
     sealing = msgspec.structs.replace(
         seal_order(spec), bytes_left=request.bytes_left, no_space_message=request.no_space_message
@@ -99,7 +109,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     elsewhere = _elsewhere(request.checks)
     with environment_with(request.hub), _copies(request) as copies:
         report, fetched = _sealed(
-            sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), elsewhere,
+            sealing, bounds, dataset, lambda share: progress(share * SEALING_SHARE), elsewhere,
             None if copies is None else copies.keep,
         )  # fmt: skip
         copied_bytes = 0
@@ -111,13 +121,13 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
-    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip" or _has_only_faults(request, report)
+    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip" or _has_only_faults(spec, dataset, report)
     if may_run and report.adapters and not request.is_preview:
-        return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters), flaws=flaws))
+        return Prepared(report, None, wanted=_by_model(sealing, report.adapters), flaws=flaws)
     if may_run:
         seal = report.seal
         if stores_requests(spec):
-            write_keys(spec, Path(request.dataset))
+            write_keys(spec, dataset.path)
         wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
         def cut(targets: list[plan.TargetPlan]) -> list[plan.ShardRows]:
@@ -126,15 +136,14 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
             options = {"is_columnar": seal.is_columnar, "is_small": spec.is_small}
             return [plan.shard_rows(model, seal.rows, **options) for model in models]
 
-        folders = Path(request.dataset), Path(request.plan)
-        planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
-        for refused in plan.iter_rejected(Path(request.dataset)):
+        planned = plan.make(wanted, dataset, plan_folder, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
+        for refused in plan.iter_rejected(dataset):
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
         fetched.tidy()
     else:
-        fetching.clear(Path(request.dataset))
-    return msgspec.json.encode(Prepared(report, planned, causes, choices, flaws=flaws, copied_bytes=copied_bytes))
+        fetching.clear(dataset.path)
+    return Prepared(report, planned, causes, choices, flaws=flaws, copied_bytes=copied_bytes)
 
 
 def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]:
@@ -153,17 +162,18 @@ def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:
 
 
 def _sealed(
-    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None,
+    order: SealOrder, bounds: Bounds, folder: Folder, progress: Callable[[float], None], elsewhere: Elsewhere | None,
     keep: KeepMedia | None,
 ) -> tuple[SealReport, Fetched]:  # fmt: skip
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
+    home = folder.path
     fetched = Fetched(home, order.dataset.paths, {})
     try:
         fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE))
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
-            home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere, keep,
+            folder, lambda share: progress(share_before + share * (1 - share_before)), elsewhere, keep,
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
         fetching.clear(home)
@@ -262,6 +272,17 @@ def reuses(spec: JobSpec) -> bool:
     return spec.policy.reuse not in (NONE, None)
 
 
+def stays_in_memory(spec: JobSpec) -> bool:
+    """Whether sealing and planning write nothing but the index and the plan of a small job.
+
+    Else they convert, copy or fetch rows, or other processes read what they write.
+    """
+    dataset = spec.dataset
+    has_additions = isinstance(spec.form, TableForm) and spec.form.has_additions
+    writes_more = has_additions or dataset.copy or dataset.media_copies or any(map(is_fetched, dataset.paths))
+    return spec.is_small and not (writes_more or reuses(spec))
+
+
 def stores_requests(spec: JobSpec) -> bool:
     """Whether the digests of requests are kept: for this job, or for later ones that want what models answered."""
     has_calls_alone = not any(model.takes_columns for model in spec.models)
@@ -287,12 +308,12 @@ def _has_prompt(spec: JobSpec) -> bool:
     return isinstance(spec.form, TableForm) and spec.form.makes_requests
 
 
-def _has_only_faults(request: PrepareOrder, report: SealReport) -> bool:
+def _has_only_faults(spec: JobSpec, dataset: Folder, report: SealReport) -> bool:
     """Whether all that is wrong are prompts and media of single rows: those are errors, and the others run."""
-    form = request.spec.form
+    form = spec.form
     if not isinstance(form, TableForm) or not form.has_additions or report.rejected == report.seal.rows:
         return False
-    return all(refused.code in ROW_FAULTS for refused in plan.iter_rejected(Path(request.dataset)))
+    return all(refused.code in ROW_FAULTS for refused in plan.iter_rejected(dataset))
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:

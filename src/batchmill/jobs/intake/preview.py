@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from batchmill.children.offload import Offload, offload
+from batchmill.datasets.folders import Folder
 from batchmill.jobs.intake import PREPARE, asking_again, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.intake.node_sealing import NodeSealing, warn_of
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare_in, reuses
 from batchmill.jobs.ledger.plan import explain
 from batchmill.jobs.ledger.sampled_rows import PREVIEW, PreviewOrder
 from batchmill.store.disk_room import DiskQuota, preparing
@@ -28,6 +29,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimate, EstimateRange, Explanation, PlanSample, SealReport
 
 Progress = Callable[[float], None]
+Call = Callable[[Callable[[], Prepared]], Awaitable[Prepared]]
 CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]  # `ports.Jobs.count_reused`
 PREVIEWS = "preview-"  # folders of the data directory
 
@@ -56,6 +58,17 @@ async def seal_and_plan(
         )  # fmt: skip
         work = _prepare(order, offload, show) if nodes is None else _prepare_with(nodes, order, offload, show)
         return await writing.stoppable(work)
+
+
+async def seal_and_plan_at_once(
+    order: PrepareOrder, dataset: Folder, plan_folder: Folder, disk_quota: DiskQuota | None, call: Call
+) -> Prepared:
+    """As `seal_and_plan`, in this process and into these folders. Args: call: calls bounded work, as a thread may."""
+    async with preparing(disk_quota, order.spec.project, dataset.path) as writing:
+        order = msgspec.structs.replace(
+            order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message
+        )  # fmt: skip
+        return await call(partial(prepare_in, order, dataset, plan_folder, lambda _: None))
 
 
 async def _prepare(order: PrepareOrder, offload: Offload, progress: Progress) -> Prepared:

@@ -44,7 +44,7 @@ from batchmill.jobs.intake.reuse_sections import (
 )
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.store.part_files import PartFile
+from batchmill.part_files import PartFile
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
 from batchmill.wire.replies import FLAWS, flaws_of

@@ -26,7 +26,7 @@ from batchmill.config.entries import ProjectEntry
 from batchmill.datasets.layout import REQUESTS
 from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.errors import BatchmillError
-from batchmill.jobs.intake.preparation import reuses, stays_reusable
+from batchmill.jobs.intake.preparation import stays_reusable
 from batchmill.jobs.intake.reuse_orders import (
     INDEX,
     KEEP,
@@ -93,8 +93,6 @@ class EarlierJobs:
         Returns: whether they are so few, and follow each other so much, that copying them in the owner costs little;
             the spec, which says if not all earlier jobs were looked at.
         """
-        if not reuses(spec):
-            return False, spec
         async with self._use(spec, files.dataset) as (earlier, note):
             if note:
                 log.warning("the job %s: %s", spec.id, note)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from batchmill.checksums import checksum, checksum_of
 from batchmill.config.entries import ProjectEntry
 from batchmill.datasets.layout import PIECE_BYTES, REQUESTS, TARGET
-from batchmill.store.part_files import PartFile
+from batchmill.part_files import PartFile
 from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import OpenAIForm

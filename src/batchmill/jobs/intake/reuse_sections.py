@@ -16,7 +16,7 @@ import numpy as np
 from batchmill.checksums import checksum
 from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.jobs.intake.reuse_orders import Section
-from batchmill.store.part_files import PartFile
+from batchmill.part_files import PartFile
 
 WORDS = DIGEST_BYTES // 8
 PLACE_WORDS = 4  # offset; file << 32 | length; row << 32 | checksum; when it was made, in seconds since the epoch

@@ -26,9 +26,10 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, coll
 from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
+from batchmill.part_files import sync_folder
 from batchmill.states import JobState
 from batchmill.store.segments.blocks import open_segments
-from batchmill.store.segments.format import Block, read_head, read_ref, sync_folder, where
+from batchmill.store.segments.format import Block, read_head, read_ref, where
 from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import TableForm

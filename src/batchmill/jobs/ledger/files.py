@@ -12,10 +12,9 @@ import msgspec
 
 from batchmill.datasets import layout, sealing
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
+from batchmill.part_files import PartFile, sync_folder
 from batchmill.store.media_copies import FOLDER as MEDIA
 from batchmill.store.media_copies import prefix_of, remove_copies, shared_home
-from batchmill.store.part_files import PartFile
-from batchmill.store.segments.format import sync_folder
 from batchmill.types import MediaBounds, SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 

@@ -5,20 +5,19 @@ Columns are read in windows, and what must be sorted is sorted in pieces on disk
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from batchmill.datasets.checking.inspection import LEVEL_BITS, LEVELS
 from batchmill.datasets.external_sort import ExternalSort, RowCursor
+from batchmill.datasets.folders import Folder
 from batchmill.datasets.layout import COST, FOLD, OFFSETS, PREFIX, TARGET
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.plan import Arranged, PlanOrder, PlanParts, Progress, TargetPlan
-from batchmill.store.part_files import PartFile, full_disk_named
+from batchmill.jobs.ledger.plan import Arranged, PlanOrder, PlanParts, Progress, SummedFile, TargetPlan
+from batchmill.part_files import full_disk_named
 
 STEP_ROWS = 1024 * 1024
 FOLD_SHARE, KEYS_SHARE = 0.3, 0.3  # of the progress
@@ -29,9 +28,9 @@ _LOW = np.uint64(2**32 - 1)
 Record = tuple[np.ndarray, np.ndarray, np.ndarray]  # three columns of u64
 
 
-def arrange(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged:
+def arrange(order: PlanOrder, dataset: Folder, parts: PlanParts, progress: Progress) -> Arranged:
     """Rows by model, adapter, prefix and cost. Source: `plan.Arrange`."""
-    folder, piece_rows = parts.order.path.parent, order.piece_rows
+    folder, piece_rows = parts.sort_folder, order.piece_rows
     with ExitStack() as open_, full_disk_named(folder / "sorted rows"):
         columns = open_.enter_context(_Columns(order, dataset, parts.rows))
         pairs = open_.enter_context(ExternalSort(folder, 1, parts.rows, piece_rows=piece_rows))
@@ -58,17 +57,17 @@ def arrange(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progres
 class _Columns:
     """The columns of the dataset's rows, read in windows. Raises: LedgerBroken when one has another length."""
 
-    def __init__(self, order: PlanOrder, dataset: Path, rows: int) -> None:
+    def __init__(self, order: PlanOrder, dataset: Folder, rows: int) -> None:
         self._rows, self._prompt_bytes = rows, np.uint64(order.prompt_bytes)
         self._step = min(STEP_ROWS, order.piece_rows)
-        self.dataset = dataset
+        self.dataset = dataset.path
         sizes = {TARGET: (2, rows), PREFIX: (8, rows), COST: (4, rows), FOLD: (8, 2 * rows), OFFSETS: (8, rows + 1)}
         with ExitStack() as opening:
-            self._files = {name: opening.enter_context(open(dataset / name, "rb", buffering=0)) for name in sizes}
+            self._files = {name: opening.enter_context(closing(dataset.source(name))) for name in sizes}
             for name, (width, count) in sizes.items():
-                found = os.fstat(self._files[name].fileno()).st_size / width
+                found = self._files[name].size_bytes / width
                 if found != count:
-                    raise LedgerBroken(f"{dataset / name} has {found:g} values instead of {count}")
+                    raise LedgerBroken(f"{self.dataset / name} has {found:g} values instead of {count}")
             self._open = opening.pop_all()
 
     def __enter__(self) -> _Columns:
@@ -108,7 +107,7 @@ class _Columns:
         view = memoryview(values).cast("B")
         at = start * width
         while view:
-            count = os.preadv(self._files[name].fileno(), [view], at)
+            count = self._files[name].read_into(view, at)
             if not count:
                 raise LedgerBroken(f"{self.dataset / name} became shorter while it was read")
             view, at = view[count:], at + count
@@ -242,7 +241,7 @@ def _unpacked(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 class _Positions:
     """Writes the row at each position, and sums up what the rows of each label have in common."""
 
-    def __init__(self, file: PartFile, labels: _Labels) -> None:
+    def __init__(self, file: SummedFile, labels: _Labels) -> None:
         self._file, self._labels = file, labels
         self._shared: dict[int, _Sharing] = {}
         self.at = 0  # the next position

@@ -1,13 +1,15 @@
 """Small jobs: their dataset and plans lie in the database as one value, not as files of the data directory.
 
-Each user of such a job unpacks the files into a scratch folder in memory, and the last one removes them. Their
-outcomes lie in the database too (`Commit.blocks`); only a worker whose owner has died writes a segment file.
+Most are prepared in memory, and run without files. Whoever needs files of such a job unpacks them into a scratch
+folder in memory, and the last one removes them. Their outcomes lie in the database too (`Commit.blocks`); only a worker
+whose owner has died writes a segment file.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import stat
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,13 +17,15 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.datasets import formats, layout
+from batchmill.datasets.folders import DiskFolder, Folder, MemoryFolder
+from batchmill.datasets.sources import describe
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.store.part_files import PartFile
-from batchmill.store.segments.format import sync_folder
+from batchmill.part_files import PartFile, sync_folder
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import packed_jobs
-from batchmill.types import DatasetSpec
+from batchmill.types import DatasetSpec, SealedFile
+from batchmill.wire.input_urls import is_input_url
 
 INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a thread of the owner within some milliseconds
 # Of the files of a short job, checked on the event loop within some ms. Requests are so long that no more fit;
@@ -54,38 +58,54 @@ def is_short(dataset: DatasetSpec, models: int) -> bool:
     if models > SHORT_MODELS_MAX or len(dataset.paths) > SHORT_FILES_MAX:
         return False
     try:
-        found = [os.stat(path) for path in dataset.paths]
-        size_bytes = sum(each.st_size for each in found)
-        if size_bytes > SHORT_BYTES_MAX or not all(stat.S_ISREG(each.st_mode) for each in found):
+        if any(map(is_input_url, dataset.paths)):
             return False
-        return sum(Path(path).read_bytes().count(b"\n") for path in dataset.paths) <= SHORT_ROWS_MAX
-    except OSError:
-        return False  # the file of a fetched input is not here
+        found = [describe(path) for path in dataset.paths]
+        if sum(each.size_bytes for each in found) > SHORT_BYTES_MAX:
+            return False
+        return sum(map(_line_ends_of, found)) <= SHORT_ROWS_MAX
+    except (OSError, InvalidDataset):
+        return False  # sealing reports it
 
 
-def is_small(files: JobFiles, rows: int) -> bool:
+@functools.lru_cache(maxsize=64)
+def _line_ends_of(file: SealedFile) -> int:
+    with open(file.path, "rb", buffering=0) as lines:
+        return lines.readall().count(b"\n")
+
+
+class NewFolders:
+    """The dataset and the first plan of a job that is being prepared in memory."""
+
+    def __init__(self, files: JobFiles) -> None:
+        self.dataset, self.plan = MemoryFolder(files.dataset), MemoryFolder(files.plan(0))
+
+    def by_name(self) -> dict[str, Folder]:
+        return {self.dataset.path.name: self.dataset, self.plan.path.name: self.plan}
+
+
+def folders_of(files: JobFiles) -> dict[str, Folder]:
+    """The dataset and the plans of a job that is unpacked: name -> folder."""
+    names = [name for name in os.listdir(files.home) if name == "dataset" or name.startswith("plan-")]
+    return {name: DiskFolder(files.home / name) for name in names}
+
+
+def is_small(folders: Mapping[str, Folder], rows: int) -> bool:
     """Whether a dataset that was sealed and planned stays in the database. Converted rows lie in files of their own."""
     if rows > ROWS_MAX:
         return False
-    if any(name == layout.ROWS or fnmatchcase(name, layout.COPIES) for name in os.listdir(files.dataset)):
-        return False
-    return sum(os.stat(path).st_size for path in _packable(files.home).values()) <= PACKED_BYTES_MAX
+    sizes = 0
+    for folder in folders.values():
+        for name in folder.names():
+            if name == layout.ROWS or fnmatchcase(name, layout.COPIES):
+                return False
+            sizes += folder.size(name)
+    return sizes <= PACKED_BYTES_MAX
 
 
-def _packable(home: Path) -> dict[str, str]:
-    """Path below the folder of a job -> path."""
-    folders = [name for name in os.listdir(home) if name == "dataset" or name.startswith("plan-")]
-    place = str(home)
-    names = [f"{folder}/{name}" for folder in folders for name in os.listdir(f"{place}/{folder}")]
-    return {name: f"{place}/{name}" for name in names}
-
-
-def pack(files: JobFiles) -> bytes:
+def pack(folders: Mapping[str, Folder]) -> bytes:
     """The dataset and the plans of a job as one value."""
-    found = {}
-    for name, path in _packable(files.home).items():
-        with open(path, "rb", buffering=0) as file:
-            found[name] = file.readall()
+    found = {f"{at}/{name}": folder.read(name) for at, folder in folders.items() for name in folder.names()}
     return msgspec.msgpack.encode(found)
 
 

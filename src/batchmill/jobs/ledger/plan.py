@@ -14,18 +14,21 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
+from typing import Self
 
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.folders import Folder, Home, Part, folder_of
 from batchmill.datasets.layout import PIECE_ROWS, REJECTED
 from batchmill.datasets.sealed import load_seal
+from batchmill.datasets.sources import Source
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.shards import Shards, ShardSpan
 from batchmill.models.providers import PROVIDERS
-from batchmill.store.part_files import PartFile, remove_files
 from batchmill.types import ModelSpec
 from batchmill.wire.native import Explanation, PlanGroup
 
@@ -107,25 +110,32 @@ class Arranged(Struct, frozen=True):
     followers: int
 
 
-class SummedFile(PartFile):
+class SummedFile:
     """A file of a plan; `plan.json` has its sha256."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Folder, name: str) -> None:
         self._sum = sha256()
-        super().__init__(path, 0o600, self._sum)
+        self._part: Part = folder.part(name, self._sum)
+        self.write = self._part.write
 
-    def publish_summed(self) -> str:
+    def publish(self) -> str:
         """Publish the file. Returns its sha256."""
-        self.publish()
+        self._part.publish()
         return self._sum.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._part.discard()
 
 
 class RefusedRows:
     """The rows that validation refused, read in windows. Raises: LedgerBroken where the list is not the seal's."""
 
-    def __init__(self, dataset: Path, rows: int, count: int) -> None:
+    def __init__(self, dataset: Home, rows: int, count: int) -> None:
         self.count = count
-        self._dataset, self._rows = dataset, rows
+        self._dataset, self._rows = folder_of(dataset), rows
         self._numbers, self._next = iter(()), rows
 
     def within(self, window: range) -> array:
@@ -143,23 +153,26 @@ class RefusedRows:
         last, count = -1, 0
         for refused in iter_rejected(self._dataset):
             if not last < refused.row < self._rows:
-                raise LedgerBroken(f"{self._dataset}: the refused rows are not in ascending order below {self._rows}")
+                raise LedgerBroken(
+                    f"{self._dataset.path}: the refused rows are not in ascending order below {self._rows}"
+                )
             last, count = refused.row, count + 1
             yield last
         if count != self.count:
-            raise LedgerBroken(f"{self._dataset}: {self.count} rows were refused, but {count} are listed")
+            raise LedgerBroken(f"{self._dataset.path}: {self.count} rows were refused, but {count} are listed")
 
 
 class PlanParts(Struct, frozen=True):
-    """What an ordering reads and writes: rows there are, rows refused, and the two files."""
+    """What an ordering reads and writes: rows there are, rows refused, the two files, and where it sorts."""
 
     rows: int
     refused: RefusedRows
-    order: PartFile
-    followers: PartFile
+    order: SummedFile
+    followers: SummedFile
+    sort_folder: Path  # the file system of what is sorted
 
 
-Arrange = Callable[[PlanOrder, Path, PlanParts, Progress], Arranged]
+Arrange = Callable[[PlanOrder, Folder, PlanParts, Progress], Arranged]
 KEY_ORDER = "batchmill.jobs.ledger.key_order"
 
 
@@ -173,7 +186,7 @@ def can_import_at_once(*, keys: bool) -> bool:
     return not keys or KEY_ORDER in sys.modules
 
 
-def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: Cut | None = None) -> Plan:
+def make(order: PlanOrder, dataset: Home, home: Home, progress: Progress, cut: Cut | None = None) -> Plan:
     """Plan the sealed `dataset` into the folder `home`; the same input gives the same bytes.
 
     `cut` says how many rows a shard of each model has, where that depends on the rows there are.
@@ -182,32 +195,33 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: C
     those are equal, the costliest first; ties and models of `file_order` keep the file's order. Rows that validation
     refused do not run. Of rows with the same fold key the first of the file is the leader.
     """
+    dataset, home = folder_of(dataset), folder_of(home)
     seal = load_seal(dataset)
     if seal.rows > ROWS_MAX:
         raise LedgerBroken(f"{seal.rows} rows are more than a plan can number ({ROWS_MAX}); split the dataset")
-    remove_files([home / name for name in (PLAN, ORDER, FOLLOWERS)])
-    with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
-        parts = PlanParts(seal.rows, RefusedRows(dataset, seal.rows, seal.rejected), positions, followers)
+    home.remove_durably(PLAN, ORDER, FOLLOWERS)
+    with SummedFile(home, ORDER) as positions, SummedFile(home, FOLLOWERS) as followers:
+        parts = PlanParts(seal.rows, RefusedRows(dataset, seal.rows, seal.rejected), positions, followers, home.path)
         arranged = ordering(order.keys)(order, dataset, parts, progress)
         leaders = sum(target.rows for target in arranged.targets)
         if leaders + arranged.followers + seal.rejected != seal.rows:
             raise LedgerBroken(f"{leaders} + {arranged.followers} + {seal.rejected} rows planned of {seal.rows}")
-        files = {FOLLOWERS: followers.publish_summed()}
+        files = {FOLLOWERS: followers.publish()}
         if arranged.permuted:
-            files[ORDER] = positions.publish_summed()
+            files[ORDER] = positions.publish()
     shard_rows = order.shard_rows if cut is None else cut(arranged.targets)
     plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=seal.rejected)
     progress(1.0)
     return plan
 
 
-def arrange_in_file_order(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged:
+def arrange_in_file_order(order: PlanOrder, dataset: Folder, parts: PlanParts, progress: Progress) -> Arranged:
     """Rows in the order of the file, apart from those that were refused: no keys, no folding, no numpy.
 
     Without keys every row goes to the same model, whatever it is called.
     """
     models = {model for model, _ in order.targets}
-    assert len(models) == 1, f"{dataset}: rows of several models need keys"
+    assert len(models) == 1, f"{dataset.path}: rows of several models need keys"
     refused = parts.refused.count
     if refused:
         _write_gaps(parts, min(STEP_ROWS, order.piece_rows), progress)
@@ -240,21 +254,27 @@ def plan_again(
         model: number of the model that all of them go to; None: each goes where it went.
     """
     kept: dict[int, int] = {}  # model -> rows
-    with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
+    folder = folder_of(home)
+    with SummedFile(folder, ORDER) as positions, SummedFile(folder, FOLLOWERS) as followers:
         for span in earlier.plan.spans:
             for lo in range(span.lo, span.hi, STEP_ROWS):
                 numbers = array("I", choose(earlier.row_numbers(lo, min(lo + STEP_ROWS, span.hi))))
                 number = span.model if model is None else model
                 kept[number] = kept.get(number, 0) + len(numbers)
                 positions.write(numbers.tobytes())
-        files = {ORDER: positions.publish_summed(), FOLLOWERS: followers.publish_summed()}
+        files = {ORDER: positions.publish(), FOLLOWERS: followers.publish()}
     targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]
     arranged = Arranged(targets=targets, followers=0, permuted=True)
-    return _write(home, earlier.plan.rows, arranged, shard_rows, files)
+    return _write(folder, earlier.plan.rows, arranged, shard_rows, files)
 
 
 def _write(
-    home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[ShardRows], files: dict[str, str], rejected: int = 0
+    home: Folder,
+    rows: int,
+    arranged: Arranged,
+    shard_rows: Sequence[ShardRows],
+    files: dict[str, str],
+    rejected: int = 0,
 ) -> Plan:
     """Cut the ordered rows into shards and write `plan.json` last."""
     plan = Plan(
@@ -263,7 +283,7 @@ def _write(
         targets=arranged.targets, files=files,
     )  # fmt: skip
     plan = msgspec.structs.replace(plan, sha256=_digest(plan))
-    with PartFile(home / PLAN, 0o600) as file:
+    with home.part(PLAN) as file:
         file.write(msgspec.json.encode(plan))
         file.publish()
     return plan
@@ -280,12 +300,13 @@ class Rejected(Struct, frozen=True, gc=False):
 _rejected = msgspec.json.Decoder(Rejected)
 
 
-def iter_rejected(dataset: Path, first: int = 0) -> Iterator[Rejected]:
+def iter_rejected(dataset: Home, first: int = 0) -> Iterator[Rejected]:
     """The rows that validation refused from row `first` on, in row order."""
     decode = _rejected.decode
-    with open(dataset / REJECTED, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return
+    folder = folder_of(dataset)
+    if not folder.size(REJECTED):
+        return
+    with folder.open(REJECTED) as file:
 
         def seek(offset: int) -> None:
             """Go to the first line that begins at this byte or behind it."""
@@ -304,17 +325,18 @@ def iter_rejected(dataset: Path, first: int = 0) -> Iterator[Rejected]:
 
 
 class PlanReader:
-    """A plan on disk. Opening it checks the sizes; `check` checks every byte.
+    """A plan that was made. Opening it checks the sizes; `check` checks every byte.
 
     Raises: LedgerBroken when the files are not those of `plan.json`.
     """
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Home) -> None:
+        self._folder = folder_of(home)
+        self.home = self._folder.path
         try:
-            self.plan = msgspec.json.decode((home / PLAN).read_bytes(), type=Plan)
+            self.plan = msgspec.json.decode(self._folder.read(PLAN), type=Plan)
         except (FileNotFoundError, msgspec.MsgspecError) as error:
-            raise LedgerBroken(f"the plan in {home} cannot be read: {error}", code="plan_broken") from error
+            raise LedgerBroken(f"the plan in {self.home} cannot be read: {error}", code="plan_broken") from error
         self._check_sizes()
 
     @property
@@ -327,11 +349,8 @@ class PlanReader:
         if not self.plan.permuted:
             return range(lo, hi)
         numbers = array("I")
-        fd = os.open(self.home / ORDER, os.O_RDONLY | os.O_CLOEXEC)  # a plan that stays open for days holds no file
-        try:
-            numbers.frombytes(_pread(fd, 4 * (hi - lo), 4 * lo))
-        finally:
-            os.close(fd)
+        with closing(self._folder.source(ORDER)) as file:  # a plan that stays open for days holds no file
+            numbers.frombytes(_read_at(file, 4 * lo, 4 * hi))
         return numbers
 
     def shards(self) -> Shards:
@@ -340,7 +359,7 @@ class PlanReader:
 
     def followers(self) -> Iterator[tuple[int, int]]:
         """(row, row whose outcome it shares), ascending by the first."""
-        with open(self.home / FOLLOWERS, "rb") as file:
+        with self._folder.open(FOLLOWERS) as file:
             while chunk := file.read(CHUNK_BYTES):
                 pairs = array("I")
                 pairs.frombytes(chunk)
@@ -351,7 +370,7 @@ class PlanReader:
         if _digest(self.plan) != self.plan.sha256:
             raise LedgerBroken(f"{self.home / PLAN} is damaged: its checksum does not match", code="plan_broken")
         for name, expected in self.plan.files.items():
-            with open(self.home / name, "rb") as file:
+            with self._folder.open(name) as file:
                 digest = sha256()
                 while chunk := file.read(CHUNK_BYTES):
                     digest.update(chunk)
@@ -365,7 +384,7 @@ class PlanReader:
             sizes[ORDER] = plan.leaders * 4
         for name, expected in sizes.items():
             try:
-                size = (self.home / name).stat().st_size
+                size = self._folder.size(name)
             except FileNotFoundError:
                 size = -1
             if size != expected:
@@ -447,13 +466,13 @@ def _digest(plan: Plan) -> str:
     return sha256(msgspec.json.encode(msgspec.structs.replace(plan, sha256=""))).hexdigest()
 
 
-def _pread(fd: int, size: int, offset: int) -> bytes:
-    """Exactly `size` bytes; one read returns 2 GiB at most."""
+def _read_at(file: Source, start: int, end: int) -> bytes:
+    """All bytes start <= n < end; one read returns 2 GiB at most."""
     pieces = []
-    while size:
-        piece = os.pread(fd, size, offset)
+    while start < end:
+        piece = file.read_at(start, end)
         if not piece:
             raise LedgerBroken("the plan ends before its last position", code="plan_broken")
         pieces.append(piece)
-        size, offset = size - len(piece), offset + len(piece)
+        start += len(piece)
     return b"".join(pieces)

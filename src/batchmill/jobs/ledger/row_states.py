@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 
-from batchmill.store.part_files import full_disk_named
+from batchmill.part_files import full_disk_named
 
 IN_MEMORY_ROWS = 16 * 1024 * 1024  # of a job with more rows, what is known of each is in a file
 STEP_ROWS = 1024 * 1024  # handled at once

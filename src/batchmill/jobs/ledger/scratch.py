@@ -1,4 +1,4 @@
-"""Scratch: the folder in which the small jobs of an owner are unpacked while they are used."""
+"""Scratch: the folder in which small jobs of an owner are unpacked for those who need their files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.jobs.ledger import packed
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.files import RESULTS, JobFiles
 from batchmill.jobs.ledger.packed import FOLDER_MODE
-from batchmill.store.part_files import full_disk_named
+from batchmill.part_files import full_disk_named
 from batchmill.store.sql.database import Database
 from batchmill.wire.job_spec import JobSpec
 
@@ -50,11 +50,12 @@ class Scratch:
 
     @property
     def home(self) -> Path:
-        """The folder, which the first small job makes."""
+        """The folder. The first small job makes it, and the folder of the results of small jobs."""
         if self._folder is None:
             shutil.rmtree(self._data_dir / ON_DISK, ignore_errors=True)  # of an earlier owner
             self._folder = _make_folder(self._data_dir)
             (self._folder[0] / "jobs").mkdir(mode=FOLDER_MODE)
+            (self._data_dir / RESULTS).mkdir(mode=FOLDER_MODE, exist_ok=True)
         return self._folder[0]
 
     async def run(self, work: Callable[[], T], project: str) -> T:
@@ -65,10 +66,6 @@ class Scratch:
     def files(self, spec: JobSpec) -> JobFiles:
         """The files of a job; those of a small one exist only within `use`."""
         return JobFiles(self._data_dir, spec.id, self.home if spec.is_small else None)
-
-    def is_in_memory(self, files: JobFiles) -> bool:
-        """Whether the files of a small job lie in memory: what syncs them waits for no disk."""
-        return self.home.parent == MEMORY and not files.home.is_symlink()
 
     @asynccontextmanager
     async def use(self, spec: JobSpec, *, is_new: bool = False) -> AsyncIterator[JobFiles]:
@@ -92,7 +89,6 @@ class Scratch:
 
     def _unpack(self, files: JobFiles, data: bytes | None) -> None:
         """Make the folder of a job, whole or not at all. Where memory is full, it lies in the data directory."""
-        files.output("").parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
         self._remove(files.home)
         partial = files.home.with_name(f"{files.home.name}.partial")
         try:
@@ -121,7 +117,7 @@ class Scratch:
     async def store(self, spec: JobSpec) -> None:
         """Store the files of a small job, which have changed."""
         if spec.is_small:
-            data = await asyncio.to_thread(packed.pack, self.files(spec))
+            data = await asyncio.to_thread(lambda: packed.pack(packed.folders_of(self.files(spec))))
             await self._database.write(packed.store, spec.id, data)
 
     def close(self) -> None:

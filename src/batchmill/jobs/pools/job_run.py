@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -54,16 +55,18 @@ class JobRun:
         *,
         files: JobFiles,
         clock: Clock,
+        index: Mapping[str, bytes] = MappingProxyType({}),
         is_over: bool = False,
         open_shards: int = OPEN_SHARDS,
     ) -> None:
         """
         Args:
+            index: as of `Open`.
             is_over: start no more rows; only collect the results that providers have for the loaded shards.
             open_shards: of a model, opened at once.
         """
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
-        self.is_over = is_over
+        self.is_over, self._index = is_over, index
         self.over = ""  # why the job is over, if its rows do not go on elsewhere: in words, for users
         self.first_lease: Lease | None = None  # of its only shard: the job was stored with it
         self.fails_rows = False  # its failing rows do not wait until their service recovers
@@ -282,7 +285,7 @@ class JobRun:
             spec.id, spec.identity, self._form, dataset=str(files.dataset), segments=files.segment_place,
             is_small=spec.is_small, adapters=spec.models[model].adapter_set(), project=spec.project,
             stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=spec.local_inputs, replies=spec.replies,
-            media=self.files.media_bounds(spec),
+            media=files.media_bounds(spec), index=dict(self._index),
         )  # fmt: skip
 
     @property

@@ -20,8 +20,8 @@ from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
+from batchmill.part_files import Digest
 from batchmill.ports import SegmentSource
-from batchmill.store.part_files import Digest
 from batchmill.types import OutputSchema
 from batchmill.wire.rows.forms import Form
 from batchmill.wire.sampling import rows_of

@@ -14,7 +14,7 @@ from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger.files import JobFiles, is_folder
-from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.plan import Plan, PlanReader
 from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
 from batchmill.jobs.results.parts.part_writers import Nodes
@@ -22,8 +22,8 @@ from batchmill.jobs.results.parts.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
+from batchmill.part_files import HeldFile
 from batchmill.store.file_log import FILE_BYTES_MAX
-from batchmill.store.part_files import HeldFile
 from batchmill.store.segments.blocks import open_segments
 from batchmill.types import Commit, RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -146,16 +146,18 @@ class Publishing:
         return await PartsRun(self._spec, self._files, self._offload, self._term, self._nodes).run(order, progress)
 
     def hold(
-        self, segments: SegmentPlace, committed: Committed, blocks: dict[str, list[tuple[int, bytes]]]
+        self, segments: SegmentPlace, committed: Committed, blocks: dict[str, list[tuple[int, bytes]]], plan: Plan
     ) -> Manifest | None:  # fmt: skip
-        """Have short results of a small job in `held`; None: `finish` publishes them, and reports what is wrong."""
+        """Have short results of a small job in `held`; None: `finish` publishes them, and reports what is wrong.
+
+        Args: plan: its first, by which all rows ran.
+        """
         refs = [ref for _, ref in committed]
         if not self._is_logged or sum(ref.length for ref in refs) > FILE_BYTES_MAX:
             return None
         try:
-            rows = self._rows_in_order()
             place = msgspec.structs.replace(segments, blocks=blocks)
-            return None if rows is None else self._write(place, refs, rows, self.held)
+            return self._write(place, refs, plan.rows, self.held) if can_stream(self._output, plan) else None
         except (BatchmillError, OSError):
             return None
 

@@ -17,7 +17,7 @@ import msgspec
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import COLUMNS_MAX, ColumnKind, Learned, ResultFile, too_many_columns
-from batchmill.store.part_files import Digest
+from batchmill.part_files import Digest
 from batchmill.types import OutputSchema
 from batchmill.wire.json_bytes import decode, split_object, text_of
 from batchmill.wire.schemas.output_schema import names_of

@@ -10,7 +10,7 @@ from typing import Protocol
 import zstandard
 
 from batchmill.jobs.results.results import ResultFile, errors_path, output_kind
-from batchmill.store.part_files import Digest, HeldFile, PartFile, remove_files
+from batchmill.part_files import Digest, HeldFile, PartFile, remove_files
 
 GZIP_LEVEL, ZSTD_LEVEL = 5, 3
 

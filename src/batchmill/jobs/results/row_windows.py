@@ -17,7 +17,7 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.store.part_files import full_disk_named
+from batchmill.part_files import full_disk_named
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_exactly, read_outcomes, read_payload, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef

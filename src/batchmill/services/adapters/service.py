@@ -39,6 +39,7 @@ from batchmill.models.adapters.fetching import FetchOrder, FetchReport, kind_of
 from batchmill.models.adapters.reading import RANK_MAX, configured_rank, read_adapter
 from batchmill.models.secrets import KINDS, NAME
 from batchmill.models.worker_environment import FETCHERS
+from batchmill.part_files import full_disk_named
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, SHOWN_CHARS, AdapterRecord, check_name
@@ -48,7 +49,6 @@ from batchmill.services.files.incoming import FULL
 from batchmill.services.remote.changes import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.disk_room import DiskQuota
-from batchmill.store.part_files import full_disk_named
 from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import Caller, ModelSpec, Scope

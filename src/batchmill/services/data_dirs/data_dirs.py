@@ -13,8 +13,8 @@ from pathlib import Path
 
 from batchmill.config import Config
 from batchmill.errors import InvalidConfig, to_storage_error
+from batchmill.part_files import sync_folder
 from batchmill.store.names import DATABASE
-from batchmill.store.segments.format import sync_folder
 
 log = logging.getLogger("batchmill.owner")
 

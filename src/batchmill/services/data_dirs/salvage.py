@@ -26,12 +26,12 @@ from batchmill.jobs.ledger.audit import AuditOrder
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import PLAN
+from batchmill.part_files import sync_folder
 from batchmill.services.data_dirs import backups
 from batchmill.services.files.files import BATCH
 from batchmill.services.files.records import FileRecord
 from batchmill.states import JobState
 from batchmill.store.names import DATABASE
-from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql import schema as schema_version
 from batchmill.store.sql.damaged_database import DamagedDatabase, Row, in_sql, is_sound
 from batchmill.store.sql.database import Database

@@ -24,6 +24,7 @@ from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE, read_spec
+from batchmill.part_files import sync_folder
 from batchmill.ports import Clock
 from batchmill.services.files import records as file_records
 from batchmill.services.files.incoming import (
@@ -46,7 +47,6 @@ from batchmill.store.disk_room import DiskQuota, Writing
 from batchmill.store.file_log import FILE_BYTES_MAX, FileLog
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
-from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.tables import files
@@ -233,8 +233,8 @@ class FileService:
         """
         if not JobState(view.state).is_at_rest:
             return None, None
-        if (adopted := self._adopted_lately.get(view.id)) is not None and adopted.is_of(view):
-            return adopted.results
+        if (results := self.adopted_lately(view)) is not None:
+            return results
         files_of_job = ResultFiles.of(view)
         async with self._adopting.setdefault(view.id, asyncio.Lock()):
             if (log := self.stored.log) is not None:
@@ -244,6 +244,11 @@ class FileService:
                 adopted = await self._adopt(view, file_id, Path(path))
                 results |= {} if adopted is None else {adopted.id: adopted}
         return files_of_job.chosen(results)
+
+    def adopted_lately(self, view: JobView) -> tuple[Result, Result] | None:
+        """As `adopt_results` of a short job that has just ended, without waiting; None: it must be called."""
+        adopted = self._adopted_lately.get(view.id)
+        return adopted.results if adopted is not None and adopted.is_of(view) else None
 
     def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
         """As `adopt_results`, in the transaction that ends the first run of a short job. See `jobs.finishing`."""

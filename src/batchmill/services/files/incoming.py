@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from batchmill.errors import BatchmillError, StorageFull, TooLarge
+from batchmill.part_files import sync_folder
 from batchmill.store.disk_room import Writing
-from batchmill.store.segments.format import sync_folder
 
 PIECE_BYTES = 1024 * 1024  # written per thread call; at most twice as much is in memory
 PIECE_BYTES_MIN = 64 * 1024

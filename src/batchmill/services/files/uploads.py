@@ -15,13 +15,13 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
+from batchmill.part_files import sync_folder
 from batchmill.ports import Clock
 from batchmill.services.files.files import FileService, checked_filename, new_id
 from batchmill.services.files.incoming import names_in, run_to_completion, unlink_all
 from batchmill.services.files.records import FileRecord
 from batchmill.store.disk_room import Writing
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import upload_parts, uploads
 from batchmill.store.stored_files import using

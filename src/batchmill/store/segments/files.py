@@ -9,7 +9,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 from batchmill.errors import BatchmillError
-from batchmill.store.segments.format import SegmentHead, head_bytes, sync_folder
+from batchmill.part_files import sync_folder
+from batchmill.store.segments.format import SegmentHead, head_bytes
 from batchmill.types import SegmentRef
 
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this

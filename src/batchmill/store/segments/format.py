@@ -8,11 +8,9 @@ Nothing here decides which blocks count: that is the ledger's.
 
 from __future__ import annotations
 
-import os
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from struct import Struct as Layout
 from typing import NamedTuple
 
@@ -317,15 +315,6 @@ def head_bytes(head: SegmentHead) -> bytes:
 def where(source: SegmentSource, block: Block) -> str:
     """The place of a block, for people."""
     return f"{source.where(block.segment)} at byte {block.offset}"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_segment_head(source: SegmentSource, name: str) -> tuple[SegmentHead | None, int]:

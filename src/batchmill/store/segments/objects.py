@@ -20,10 +20,11 @@ from typing import NamedTuple, Protocol
 from batchmill import faults
 from batchmill.errors import StorageFailed
 from batchmill.object_store.urls import ObjectInfo
+from batchmill.part_files import sync_folder
 from batchmill.ports import Objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
-from batchmill.store.segments.format import SegmentHead, Span, gaps_of, merged, sync_folder
+from batchmill.store.segments.format import SegmentHead, Span, gaps_of, merged
 from batchmill.types import SegmentObject
 
 COMMIT_DELAY_S = 1.0  # an object costs money

@@ -24,7 +24,7 @@ from batchmill.jobs.results.parquet import parquet_footer
 from batchmill.jobs.results.parquet.parquet_footer import ARROW_SCHEMA, FOOTER_BYTES_MAX, MAGIC, Footer, Placed
 from batchmill.jobs.results.parquet.result_parquet import ThreadSink, repeating
 from batchmill.jobs.results.parquet.thrift_compact import NotThrift
-from batchmill.store.part_files import PartFile
+from batchmill.part_files import PartFile
 from batchmill.wire.rows.forms import ERROR, OUTPUT
 
 GROUP_ROWS_MIN, GROUP_BYTES_MIN = 8192, 1024 * 1024  # of row groups on average: smaller ones are joined instead

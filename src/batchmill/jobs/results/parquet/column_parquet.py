@@ -18,7 +18,7 @@ from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, Ou
 from batchmill.jobs.results.parquet import appended_columns
 from batchmill.jobs.results.parquet.result_parquet import GROUP_ROWS, ThreadSink, repeating
 from batchmill.jobs.results.results import ResultFile
-from batchmill.store.part_files import Digest, PartFile
+from batchmill.part_files import Digest, PartFile
 from batchmill.wire.rows.forms import ERROR
 from batchmill.wire.rows.parquet_lines import input_field
 

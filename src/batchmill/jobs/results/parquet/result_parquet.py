@@ -37,7 +37,7 @@ from batchmill.jobs.results.result_columns import (
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
-from batchmill.store.part_files import Digest, PartFile
+from batchmill.part_files import Digest, PartFile
 from batchmill.wire.rows.forms import ERROR, FETCHED, FOLDED_FROM, REUSED_FROM
 from batchmill.wire.rows.parquet_lines import result_field
 

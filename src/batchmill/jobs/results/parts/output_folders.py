@@ -32,8 +32,7 @@ from batchmill.errors import Conflict, InputChanged, InvalidInput, StorageFailed
 from batchmill.jobs.ledger.files import MANIFEST_NAME
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.owner_clock import check_file
-from batchmill.store.part_files import PartFile, full_disk_named, remove_files
-from batchmill.store.segments.format import sync_folder
+from batchmill.part_files import PartFile, full_disk_named, remove_files, sync_folder
 from batchmill.wire.job_spec import EXISTS
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from batchmill.errors import StorageFailed, StorageFull
-from batchmill.store.segments.format import sync_folder
 
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -131,6 +130,15 @@ class HeldFile:
 
     def discard(self) -> None:
         self._pieces.clear()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove_files(paths: Sequence[Path]) -> None:
