@@ -51,6 +51,16 @@ async def test_a_job_belongs_to_its_caller(running, project_jobs, tmp_path):
     assert await project_jobs.results_of(view) == (record, None)
 
 
+async def test_the_results_of_a_job_that_has_just_ended_are_known(running, project_jobs, tmp_path):
+    """The poll that first shows the end waits for nothing; one for another project finds nothing."""
+    job = (await project_jobs.submit(ANN, order(running, tmp_path, range(3)))).id
+    async for _ in running.services.jobs._jobs.watch(job, 0.01):
+        pass
+    found = project_jobs.show_recent(ANN, job)
+    assert found is not None and project_jobs.show_recent(BOB, job) is None
+    assert found == await project_jobs.show_with_results(ANN, job) and found[1].output is not None
+
+
 async def test_others_jobs_are_unknown(running, project_jobs, tmp_path):
     """Every verb answers for another project's job, a prefix, and an id that never was, in the same words."""
     job = (await project_jobs.submit(ANN, order(running, tmp_path, range(1), "gated"))).id

@@ -87,6 +87,8 @@ class ProjectJobs:
         if not JobState(view.state).is_at_rest:
             return view, NO_RESULTS
         result_ids = self._results.get(_key_of(view))
+        if result_ids is None and (results := self._files.adopted_lately(view)) is not None:
+            result_ids = self._remember(view, results)
         return None if result_ids is None else (view, result_ids)
 
     async def list(self, caller: Caller, query: JobQuery = JobQuery()) -> list[JobView]:
