@@ -172,6 +172,17 @@ async def test_classes_that_no_job_has_any_more(place: Place) -> None:
     assert row["spec"] is None
 
 
+async def test_unused_classes_go_without_another_deployment(place: Place) -> None:
+    """The owner removes them from time to time, and holds nothing for their names any more."""
+    version = (await place.deploy(1)).version
+    await place.versions.remove_unused()
+    assert version.reference in place.named()
+    place.clock.at += KEPT_S + 1
+    await place.versions.remove_unused()
+    assert place.named() == [] and not place.versions._locks
+    assert (await place.deploy(1)).version.number == 2
+
+
 async def test_deployments_beside_each_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one removes the other leaves alone, and so it does with what the other has just used."""
     removed, used = [(await place.deploy(n)).version for n in (1, 2)]

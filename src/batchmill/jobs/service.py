@@ -146,6 +146,7 @@ class JobService:
 
     async def _tidy(self) -> None:
         await self._ledger.database.write(job_records.forget_old, self._clock.now())
+        await self._tools.schema_code.remove_unused()
 
     @property
     def _ledger(self) -> Ledger:

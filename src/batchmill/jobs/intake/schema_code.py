@@ -20,6 +20,9 @@ class SchemaCode(Protocol):
         Raises: JobPaused (`validator_failed`) if its version was removed, or cannot be had here.
         """
 
+    async def remove_unused(self) -> None:
+        """Remove the classes that came with jobs, once no job has them. Called regularly."""
+
 
 class NoSchemaCode:
     """A `SchemaCode` without classes."""
@@ -30,3 +33,6 @@ class NoSchemaCode:
                 f"the class {schema.version.reference} is not deployed here", code=VALIDATOR_FAILED,
                 reason=PauseReason.ENGINE_FAILED,
             )  # fmt: skip
+
+    async def remove_unused(self) -> None:
+        """There are none."""

@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
@@ -74,7 +75,7 @@ class ModelVersions:
         self._database, self._clock, self._directory, self._builder = database, clock, directory, builder
         self._quotas = quotas
         self._functions: dict[str, Function] = {}
-        self._locks: dict[str, asyncio.Lock] = {}  # by function name
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by function name, while somebody has it or waits
         self._warm, self._runs_openly = warm, runs_openly
 
     async def load(self) -> None:
@@ -236,7 +237,7 @@ class ModelVersions:
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
                     return Deployed(await self._touched(latest), is_new=False)
-                await self._remove_unused()
+                await self.remove_unused()
                 version = await self._begin(new, by)
                 try:
                     spec = await self._builder.build(staged, version)
@@ -339,7 +340,7 @@ class ModelVersions:
         self._put(touched.name, [touched])
         return touched
 
-    async def _remove_unused(self) -> None:
+    async def remove_unused(self) -> None:
         """Remove the classes without a name of their own that no job has any more, and nobody deployed lately."""
         before = self._clock.now() - schema_classes.KEPT_S
         unnamed = [each for name in self._functions if is_unnamed(name) for each in self.get(name)]
@@ -349,7 +350,7 @@ class ModelVersions:
             if self._function(each.name).versions.get((each.branch, each.number)) != each:
                 continue  # another deployment has removed or used it meanwhile
             if each.reference not in used and not self._locks.setdefault(each.name, asyncio.Lock()).locked():
-                with contextlib.suppress(Conflict):  # a job began to use it
+                with contextlib.suppress(Conflict, UnknownName):  # a job began to use it; it was removed meanwhile
                     (removed,) = await self.remove(each.name, each.branch, str(each.number))
                     await self._database.write(records.forget, removed)
                     self._put(removed.name, [replace(removed, spec=None, source="", error=None)])
