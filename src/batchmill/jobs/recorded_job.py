@@ -413,6 +413,8 @@ class RecordedJob:
         await self._end(state, **values)
 
     def _new_publishing(self) -> Publishing:
+        if self.spec.is_small:
+            self.files.output("").parent.mkdir(mode=packed.FOLDER_MODE, exist_ok=True)
         return Publishing(
             self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes,
             is_logged=self._tools.stored.log is not None,

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.jobs.ledger import packed
-from batchmill.jobs.ledger.files import RESULTS, JobFiles
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.packed import FOLDER_MODE
 from batchmill.part_files import full_disk_named
 from batchmill.store.sql.database import Database
@@ -50,12 +50,11 @@ class Scratch:
 
     @property
     def home(self) -> Path:
-        """The folder. The first small job makes it, and the folder of the results of small jobs."""
+        """The folder, which the first small job makes."""
         if self._folder is None:
             shutil.rmtree(self._data_dir / ON_DISK, ignore_errors=True)  # of an earlier owner
             self._folder = _make_folder(self._data_dir)
             (self._folder[0] / "jobs").mkdir(mode=FOLDER_MODE)
-            (self._data_dir / RESULTS).mkdir(mode=FOLDER_MODE, exist_ok=True)
         return self._folder[0]
 
     async def run(self, work: Callable[[], T], project: str) -> T:
