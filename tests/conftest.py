@@ -49,6 +49,7 @@ ON_BOTH = (
     "jobs/test_reuse_of_short_jobs.py",
     "jobs/test_shard_notes.py",
     "jobs/test_short_jobs.py",
+    "jobs/test_exact_quotas.py",
     "jobs/test_submissions.py",
     "server/test_metrics.py",
     "services/test_clock_steps.py",
@@ -67,6 +68,7 @@ ON_BOTH = (
     "services/test_webhooks.py",
     "server/test_standby.py",
     "store/test_any_database.py",
+    "store/test_compiled.py",
     "store/test_revisions.py",
 )
 

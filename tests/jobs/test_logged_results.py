@@ -95,8 +95,8 @@ async def test_an_end_that_is_not_committed_is_none(folder, logged, monkeypatch)
     service, _, _ = logged
     store = Finish.store
 
-    def fail_after(self, db, *, is_counted):
-        store(self, db, is_counted=is_counted)
+    def fail_after(self, db, record):
+        store(self, db, record)
         raise StorageFull("no room for the transaction")
 
     with monkeypatch.context() as patched:

@@ -26,7 +26,7 @@ SOURCE = Path(batchmill.__file__).parent
 # A statement that changes a record of a job, or its errors.
 CHANGES = re.compile(r"\b(jobs|error_counts)\.(insert|update|delete)\(\)")
 # Functions that change a damaged database while no owner uses it, and those that only build a statement.
-NOTED_BY_CALLERS = {"salvage.py", "_setting", "_adding", "_add_errors"}
+NOTED_BY_CALLERS = {"salvage.py", "_changing", "_add_errors"}
 
 
 @pytest.fixture

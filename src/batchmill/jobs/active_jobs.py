@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-import sqlalchemy as sa
-
 from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.states import JobState
+from batchmill.store.sql.transactions import Record
 from batchmill.wire.job_spec import JobSpec
 
 CLOSE_S = 5.0  # for runners that end at once to store that they paused
@@ -43,7 +42,7 @@ class ActiveJobs:
                 del self._users[name], self._locks[name]
 
     @asynccontextmanager
-    async def lock_job(self, record: sa.RowMapping) -> AsyncIterator[None]:
+    async def lock_job(self, record: Record) -> AsyncIterator[None]:
         """Hold the locks of a job and of its output, if the caller named one, to change the job's state."""
         async with AsyncExitStack() as locks:
             if record["frontend"] is None or "://" in (record["output"] or ""):

@@ -7,13 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 import msgspec
-import sqlalchemy as sa
 
 from batchmill.jobs.ledger.audit import AuditOrder
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.jobs.ledger.storage import bring_files
 from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.store.sql.transactions import Record
 from batchmill.types import LedgerReport, SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
@@ -28,7 +28,7 @@ class Audits:
         self._tools, self._commit_log, self._ledger = tools, tools.commit_log, tools.commit_log.ledger
 
     @asynccontextmanager
-    async def use(self, record: sa.RowMapping, *, is_running: bool) -> AsyncIterator[JobFiles]:
+    async def use(self, record: Record, *, is_running: bool) -> AsyncIterator[JobFiles]:
         """Have the files of a job on this machine."""
         async with (
             self._tools.scratch.use(read_spec(record["spec"])) as files,
@@ -40,7 +40,7 @@ class Audits:
         blocks = await self._commit_log.call_reader(self._ledger.blocks, spec.id)
         return SegmentPlace(self._tools.scratch.files(spec).segment_place.folder, blocks)
 
-    async def verify(self, record: sa.RowMapping, *, is_running: bool) -> LedgerReport:
+    async def verify(self, record: Record, *, is_running: bool) -> LedgerReport:
         spec = read_spec(record["spec"])
         order = await self._order(spec)
         async with self.use(record, is_running=is_running):  # which brings all that the order names

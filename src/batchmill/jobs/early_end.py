@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import JobPaused
@@ -17,6 +16,7 @@ from batchmill.jobs.ledger.ledger import AT_REST, INTENT, SUBMITTED, UNKNOWN
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import EXPIRED, JobState, PauseReason
+from batchmill.store.sql.transactions import Record
 from batchmill.types import RemoteJob, RowError
 
 REMOTE_CANCELLATION_S = 3600.0  # for all of a job's shards; an engine gives up on one shard earlier
@@ -55,7 +55,7 @@ PAST_DEADLINE = EarlyEnd(
 )
 
 
-def early_end_of(record: sa.RowMapping) -> EarlyEnd:
+def early_end_of(record: Record) -> EarlyEnd:
     """How a CANCELLING job ends: a cancellation after the deadline counts as expiry."""
     cancelling, deadline = record["cancelling"], record["deadline"]
     is_late = cancelling is not None and deadline is not None and cancelling >= deadline

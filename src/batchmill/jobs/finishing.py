@@ -9,18 +9,18 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 
 from batchmill import faults
-from batchmill.errors import InvalidTransition
-from batchmill.jobs.ledger.ledger import move
+from batchmill.jobs.ledger.job_changes import Ending
 from batchmill.jobs.results.results import Manifest
 from batchmill.part_files import HeldFile
-from batchmill.states import JobState
+from batchmill.states import NEXT, JobState
 from batchmill.store.file_log import FileLog
+from batchmill.store.sql.transactions import Record
 
 
 class EndListener(Protocol):
     """Stores something of its own with the end of a short job."""
 
-    def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
+    def store_end(self, db: sa.Connection, record: Record) -> None:
         """Within the transaction, which may be repeated or fail. In the thread that writes the database."""
 
     def ended(self, job_id: str) -> None:
@@ -35,21 +35,28 @@ class Finish:
         listeners: Sequence[EndListener],
     ) -> None:  # fmt: skip
         """Args: fields: of the job's record. held: its results."""
-        self._job_id, self._fields, self._listeners = job_id, fields, listeners
+        self._job_id, self._listeners = job_id, listeners
+        columns = {"state": JobState.COMPLETED, **fields}
+        errors, spent_s = columns.pop("errors", None), columns.pop("spent_s", 0.0)
+        self._ending = Ending(columns, errors, spent_s)
         self._write = partial(write_held, log, tuple(held))
         self.is_stored = False  # once the transaction has been committed
 
-    def store(self, db: sa.Connection, *, is_counted: bool) -> None:
-        """Within the transaction of the commit, which may be repeated."""
+    def write(self, db: sa.Connection, state: str, *, is_counted: bool) -> Ending | None:
+        """As `JobEnd.write`. None also of a job that is being cancelled, or where there is no room: its runner goes on
+        by itself, and finds that out.
+        """
         self.is_stored = False
-        if not is_counted:
-            return
+        if not is_counted or JobState.FINALIZING not in NEXT[JobState(state)]:
+            return None
         try:
-            via = [JobState.FINALIZING]
-            record = move(db, self._job_id, JobState.COMPLETED, via=via, within=self._write, **self._fields)
-        except (InvalidTransition, OSError):
-            return  # it is being cancelled, or there is no room: its runner goes on by itself, and finds that out
-        assert record is not None, "a job that was moved has a record"
+            self._write(db)
+        except OSError:
+            return None
+        return self._ending
+
+    def store(self, db: sa.Connection, record: Record) -> None:
+        """As `JobEnd.store`."""
         for listener in self._listeners:
             listener.store_end(db, record)
         self.is_stored = True

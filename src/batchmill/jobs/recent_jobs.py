@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-import sqlalchemy as sa
-
 from batchmill.jobs import views
 from batchmill.jobs.ledger import records
 from batchmill.store.sql.database import Database
-from batchmill.store.sql.transactions import Changes
+from batchmill.store.sql.transactions import Changes, Record
 from batchmill.types import JobView
 
 RECENT_MAX = 2000  # jobs
@@ -27,7 +25,7 @@ class RecentJobs:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._lock = threading.Lock()
-        self._records: OrderedDict[str, sa.RowMapping | JobView] = OrderedDict()  # the view once it was asked for
+        self._records: OrderedDict[str, Record | JobView] = OrderedDict()  # the view once it was asked for
         self._reading: dict[str, object] = {}  # job -> its newest read that no change has overtaken
         database.writer.listen(self._changed)
 
@@ -69,12 +67,12 @@ class RecentJobs:
                 if record is not None and not record["rows_failed"] and _is_short(record):
                     self._put(job_id, record)
 
-    def _put(self, job_id: str, record: sa.RowMapping | JobView) -> None:
+    def _put(self, job_id: str, record: Record | JobView) -> None:
         self._records[job_id] = record
         self._records.move_to_end(job_id)
         if len(self._records) > RECENT_MAX:
             self._records.popitem(last=False)
 
 
-def _is_short(record: sa.RowMapping) -> bool:
+def _is_short(record: Record) -> bool:
     return len(record["spec"]) + len(record["problems"] or b"") <= RECORD_BYTES_MAX

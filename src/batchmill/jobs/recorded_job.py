@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-import sqlalchemy as sa
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -48,6 +47,7 @@ from batchmill.owner_clock import check_left
 from batchmill.part_files import HeldFile
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
+from batchmill.store.sql.transactions import Record
 from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
@@ -90,10 +90,10 @@ class RecordedJob:
         """Whether inputs are downloaded before they are read."""
         return any(map(is_fetched, self.spec.dataset.paths))
 
-    async def _record(self) -> sa.RowMapping:
+    async def _record(self) -> Record:
         return await self._commit_log.call_reader(self._ledger.job, self.spec.id)
 
-    async def _bring(self, record: sa.RowMapping) -> None:
+    async def _bring(self, record: Record) -> None:
         """Bring what running its rows takes. Raises: JobPaused."""
         await self._bring_class()
         await self._stored.bring(self.spec, record)
@@ -253,7 +253,7 @@ class RecordedJob:
         self._stored = JobStorage(self._tools.stored, self.files)
         await asyncio.to_thread(self.files.write_spec, self.spec)
 
-    async def _begin_again(self) -> sa.RowMapping:
+    async def _begin_again(self) -> Record:
         """The record of a job to continue. A small one that began without a cluster gets files in the data directory.
 
         Outcomes that it has stay in the database. After a crash the record still has a small job, and the next attempt
@@ -284,7 +284,7 @@ class RecordedJob:
             await log.sync()  # second names of results before a retry, which it would make again of the new ones
         check_left(self._ledger.database.owned_s())
 
-    def _is_planned(self, record: sa.RowMapping) -> bool:
+    def _is_planned(self, record: Record) -> bool:
         """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.spec.is_small or (self.files.plan(0) / "plan.json").exists())
 

@@ -51,7 +51,7 @@ from batchmill.store.sql.tables import (
 )
 from batchmill.store.sql.tables import files as file_table
 from batchmill.store.sql.tables import removals as removal_table
-from batchmill.store.sql.transactions import note_change
+from batchmill.store.sql.transactions import Record, note_change
 from batchmill.store.stored_files import StoredFiles, using
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
@@ -65,7 +65,7 @@ LEAVING = ".leaving-"  # before the name of a folder that is being removed
 class Reusable(Protocol):
     """`jobs.intake.reuse_jobs.EarlierJobs`: what later jobs may take over of ended ones."""
 
-    async def keep(self, record: sa.RowMapping) -> None:
+    async def keep(self, record: Record) -> None:
         """Called before the segments of a job are removed."""
 
     async def forget(self) -> None:
@@ -116,14 +116,14 @@ class Retention:
                     await self._compact(record["id"], now)
         await self._reusable.forget()
 
-    async def _has_results(self, record: sa.RowMapping) -> bool:
+    async def _has_results(self, record: Record) -> bool:
         """Whether the results of a job are where they were written."""
         if record["output"] is None:
             return False
         is_there = await asyncio.to_thread(result_exists, record["output"])
         return is_there or await self._stored.holds(Path(record["output"]))
 
-    def _kept_s(self, record: sa.RowMapping, *, is_there: bool) -> float:
+    def _kept_s(self, record: Record, *, is_there: bool) -> float:
         """How long the segments of a job stay: a retry needs them, and a user who has lost its results. Of a job whose
         results were never written they are all that there is."""
         may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
@@ -199,7 +199,7 @@ def _logged(job_id: str) -> Iterator[None]:
         log.warning("the job %s keeps what it has for now: %s", job_id, error)
 
 
-def refuse_compacted(record: sa.RowMapping, what: str) -> None:
+def refuse_compacted(record: Record, what: str) -> None:
     """Raises: InvalidTransition for a job that keeps only its results."""
     if record["compacted"] is not None:
         raise InvalidTransition(
@@ -214,7 +214,7 @@ def read_ending(files: JobFiles) -> dict[str, Any]:
     return msgspec.json.decode(files.ending.read_bytes())
 
 
-def _write_ending(files: JobFiles, record: sa.RowMapping, now: float) -> None:
+def _write_ending(files: JobFiles, record: Record, now: float) -> None:
     """Write the job's record beside its results, so that a lost database can be rebuilt from it."""
     values = {name: value for name, value in record.items() if not isinstance(value, bytes)}
     with PartFile(files.ending, 0o600) as file:
@@ -260,7 +260,7 @@ def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float)
     return removal
 
 
-def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float, kept_bytes: int) -> Removal:
+def _drop_parts(db: sa.Connection, record: Record, now: float, kept_bytes: int) -> Removal:
     job_id = record["id"]
     for table in (shards, commits, notes, outcome_blocks, packed_jobs):
         db.execute(table.delete().where(table.c.job == job_id))
@@ -296,7 +296,7 @@ def _ended_before(db: sa.Connection, finished: float) -> list[str]:
     return list(db.execute(query.order_by(jobs.c.finished).limit(SWEPT_MAX)).scalars())
 
 
-def _whole(db: sa.Connection, done_by: float, ended_by: float) -> Sequence[sa.RowMapping]:
+def _whole(db: sa.Connection, done_by: float, ended_by: float) -> Sequence[Record]:
     """Jobs that still have everything, the first to end first: those without a failed row that ended by `done_by`, and
     all that ended by `ended_by`; but for those whose results were never written."""
     columns = [jobs.c[name] for name in ("id", "state", "finished", "output", "rows_failed", "rows_rejected")]

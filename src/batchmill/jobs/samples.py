@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput, JobPaused
@@ -18,6 +17,7 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.storage import bring_description
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.states import PauseReason
+from batchmill.store.sql.transactions import Record
 from batchmill.types import Sample
 from batchmill.wire.job_spec import NO_SAMPLE, JobSpec
 from batchmill.wire.sampling import in_words
@@ -42,12 +42,12 @@ def whole(spec: JobSpec) -> JobSpec:
     return replace(spec, sample=None)
 
 
-def moved_columns(record: sa.RowMapping, spec: JobSpec) -> dict[str, object]:
+def moved_columns(record: Record, spec: JobSpec) -> dict[str, object]:
     """The columns of a job whose results go elsewhere now than its sample said."""
     return {} if record["identity"] == spec.identity else {"identity": spec.identity, "output": spec.output}
 
 
-def has_other_code(record: sa.RowMapping, spec: JobSpec) -> bool:
+def has_other_code(record: Record, spec: JobSpec) -> bool:
     """Whether rows of a sample ran with other code of a function: its results are those of another job."""
     if not orders.has_run(record):
         return False
@@ -62,7 +62,7 @@ class Samples:
     def __init__(self, tools: RunnerTools) -> None:
         self._read, self._tools = tools.commit_log.ledger.database.read, tools
 
-    async def find_existing(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
+    async def find_existing(self, spec: JobSpec) -> tuple[Record | None, bool]:
         """The existing job for a spec, and whether its input is the same.
 
         A job over other input is another job, unless the two would write to one output from the same files. A sample
@@ -80,11 +80,11 @@ class Samples:
                 return record, True
         return changed, False
 
-    async def _is_same_input(self, record: sa.RowMapping, spec: JobSpec) -> bool:
+    async def _is_same_input(self, record: Record, spec: JobSpec) -> bool:
         files = await bring_description(self._tools.stored, self._tools.data_dir, record)
         return await asyncio.to_thread(orders.same_input, spec, files)
 
-    async def claim_output(self, record: sa.RowMapping, spec: JobSpec) -> JobSpec:
+    async def claim_output(self, record: Record, spec: JobSpec) -> JobSpec:
         """The spec with which a sample goes on. Raises: InvalidInput if another job, or a file, is at its output."""
         if spec.output is None:
             return spec
@@ -92,12 +92,12 @@ class Samples:
         await asyncio.to_thread(orders.refuse_shared_output, spec, others, record["started"] or record["created"])
         return await asyncio.to_thread(orders.checked_output, spec, may_replace=spec.may_overwrite)
 
-    async def go_on(self, record: sa.RowMapping, spec: JobSpec) -> JobSpec:
+    async def go_on(self, record: Record, spec: JobSpec) -> JobSpec:
         """The spec of a paused sample that is resumed: a sample that has run becomes the whole job."""
         spec = await self.claim_output(record, spec)
         return whole(spec) if record["reason"] == PauseReason.SAMPLED else spec
 
-    async def yield_output(self, record: sa.RowMapping) -> tuple[JobSpec, dict[str, object]]:
+    async def yield_output(self, record: Record) -> tuple[JobSpec, dict[str, object]]:
         """The spec of a paused job that is to end, and the columns that change with it.
 
         A sample whose output is another's meanwhile keeps its results with the job.

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
-import sqlalchemy as sa
 
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
@@ -41,6 +40,7 @@ from batchmill.jobs.transitions import Transitions
 from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.store.disk_room import DiskReserve
+from batchmill.store.sql.transactions import Record
 from batchmill.types import (
     Amendment,
     JobOrder,
@@ -172,7 +172,7 @@ class JobService:
         view = self._recent.get(job_id)
         return None if view is None else self._at_work(view)
 
-    async def _record(self, job_id: str) -> sa.RowMapping:
+    async def _record(self, job_id: str) -> Record:
         return await self._read(job_records.find, job_id)
 
     def _at_work(self, view: JobView) -> JobView:

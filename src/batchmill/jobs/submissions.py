@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import sqlalchemy as sa
-
 from batchmill import faults
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import DatabaseUnavailable, InvalidInput, OverQuota
@@ -24,6 +22,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.part_files import full_disk_named
 from batchmill.states import JobState, PauseReason
+from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
 
@@ -167,7 +166,7 @@ class Submissions:
             await self._abandon(unfinished)
         return await self._create(spec, order.once)
 
-    async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
+    async def _continue(self, record: Record, spec: JobSpec) -> Submitted:
         """Continue an existing job: it is finished, running, or must be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
         kept = adapters.keep_adapters(routing.keep_routes(orders.new_id_form(spec, job_id), earlier), earlier)
@@ -185,7 +184,7 @@ class Submissions:
             await self._active.resume(spec)
         return Submitted(job_id, "resumed")
 
-    async def _abandon(self, record: sa.RowMapping) -> None:
+    async def _abandon(self, record: Record) -> None:
         """End an unfinished job that is started over: it writes no results."""
         job_id = record["id"]
         async with self._active.lock(job_id):

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
-import sqlalchemy as sa
 
 from batchmill.errors import InvalidInput, InvalidTransition, StorageFull
 from batchmill.jobs import early_end, samples
@@ -22,6 +21,7 @@ from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.states import ENDED, JobState, PauseReason
+from batchmill.store.sql.transactions import Record
 from batchmill.types import Amendment, ModelSpec, RemoteJob, RetryChange
 from batchmill.wire.job_spec import JobSpec
 
@@ -34,7 +34,7 @@ class Transitions:
         self._samples, self._read = Samples(tools), tools.database.read
         self.deadlines = JobDeadlines(tools.clock, self._upcoming, self._expire)
 
-    async def _record(self, job_id: str) -> sa.RowMapping:
+    async def _record(self, job_id: str) -> Record:
         return await self._read(job_records.find, job_id)
 
     async def pause(self, job_id: str) -> None:
@@ -63,7 +63,7 @@ class Transitions:
                 await self._active.resume(await self._checked(record))
         self.deadlines.changed()
 
-    async def _checked(self, record: sa.RowMapping) -> JobSpec:
+    async def _checked(self, record: Record) -> JobSpec:
         """The spec of a job to continue: its original code, and an output that still belongs to it."""
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
@@ -80,7 +80,7 @@ class Transitions:
     async def _code_now(spec: JobSpec) -> dict[str, str]:
         return await asyncio.to_thread(orders.code_of, spec.models, by_frontend=spec.origin is not None)
 
-    async def _refuse_shared_output(self, spec: JobSpec, record: sa.RowMapping) -> None:
+    async def _refuse_shared_output(self, spec: JobSpec, record: Record) -> None:
         if spec.output is not None:
             others = await self._read(job_records.naming_outputs)
             await asyncio.to_thread(orders.refuse_shared_output, spec, others, record["finished"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.jobs.intake import routing
@@ -19,6 +18,7 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
+from batchmill.store.sql.transactions import Record
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
 from batchmill.wire import sampling
 from batchmill.wire.job_spec import JobSpec
@@ -70,7 +70,7 @@ class ModelAtWork(Struct, frozen=True):
     silent: Sequence[Silent] = ()
 
 
-def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobView:
+def view_of(record: Record, errors: dict[str, tuple[int, str]]) -> JobView:
     """The view of a job from the ledger alone."""
     spec = read_spec(record["spec"])
     problems = record.get("problems")  # a list of jobs comes without them

@@ -21,6 +21,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed, to_storage_error
 from batchmill.part_files import sync_folder
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import logged_files
@@ -36,10 +37,9 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 _ORDER = logged_files.c.source.is_not(None), logged_files.c.path
 _NEXT = sa.select(logged_files.c.path, logged_files.c.number).order_by(*_ORDER).limit(BATCH_MAX)
 _WHOLE = sa.select(logged_files).where(logged_files.c.path.in_(sa.bindparam("paths", expanding=True))).order_by(*_ORDER)
-_FORGET = logged_files.delete().where(
-    logged_files.c.path == sa.bindparam("of_path"), logged_files.c.number == sa.bindparam("of_number")
-)
-_FORGET_ANY = logged_files.delete().where(logged_files.c.path == sa.bindparam("of_path"))
+_OF_PATH = logged_files.c.path == sa.bindparam("of_path")
+_FORGET = CompiledStatement(logged_files.delete().where(_OF_PATH, logged_files.c.number == sa.bindparam("of_number")))
+_FORGET_ANY = CompiledStatement(logged_files.delete().where(_OF_PATH))
 
 
 class _Logged(Struct, frozen=True):
@@ -56,7 +56,7 @@ class FileLog:
     """
 
     def __init__(self, database: Database, data_dir: Path) -> None:
-        self._database, self._home = database, data_dir
+        self._database, self._home, self._begin = database, data_dir, f"{data_dir}/"
         self._number = 0  # of the newest file; a file that is written again gets another one
         self._has_some = True  # perhaps
         self._is_uncertain = self._is_opening = True  # the files may lack what the database has of them
@@ -68,9 +68,7 @@ class FileLog:
         Raises: OSError.
         """
         assert len(data) <= FILE_BYTES_MAX, "a longer file is synced by itself"
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # it may have another name, of results before a retry
-        _write(path, data)
+        _create(path, data)
         self._put(db, path, None, data)
 
     def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
@@ -83,12 +81,12 @@ class FileLog:
         if not _link(source, target):
             return None
         self._put(db, target, self._name(source), None)
-        return target.stat().st_size
+        return os.stat(target).st_size
 
     def forget(self, db: sa.Connection, paths: Iterable[Path]) -> None:
         """Forget files that are being removed."""
         if gone := [{"of_path": self._name(path)} for path in paths]:
-            db.execute(_FORGET_ANY, gone)
+            _FORGET_ANY.run_all(db, gone)
 
     def _put(self, db: sa.Connection, path: Path, source: str | None, data: bytes | None) -> None:
         self._number += 1
@@ -96,7 +94,9 @@ class FileLog:
         self._has_some = True
 
     def _name(self, path: Path) -> str:
-        return str(path.relative_to(self._home))
+        name = str(path)
+        assert name.startswith(self._begin), f"{name} is not below {self._begin}"
+        return name[len(self._begin) :]
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -189,7 +189,21 @@ class FileLog:
 
 def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
     """Forget files, but for those that were written again meanwhile."""
-    db.execute(_FORGET, [{"of_path": each.path, "of_number": each.number} for each in found])
+    _FORGET.run_all(db, [{"of_path": each.path, "of_number": each.number} for each in found])
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Write a new file. The one that is there goes: it may have another name, of results before a retry."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, FILE_MODE)
+    except FileExistsError:
+        os.unlink(path)
+        fd = os.open(path, flags, FILE_MODE)
+    try:
+        _write_all(fd, data)
+    finally:
+        os.close(fd)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -197,14 +211,18 @@ def _write(path: Path, data: bytes) -> None:
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         before = os.fstat(fd)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        _write_all(fd, data)
         os.ftruncate(fd, len(data))
         if before.st_size == len(data):
             os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:
         os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    written = os.write(fd, data)
+    while written < len(data):
+        written += os.write(fd, memoryview(data)[written:])
 
 
 def _fsync(path: Path) -> None:
@@ -216,10 +234,12 @@ def _fsync(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        target.unlink()  # left by an interrupted call: it may be of an older generation
     try:
-        os.link(source, target, follow_symlinks=False)
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except FileExistsError:
+            os.unlink(target)  # left by an interrupted call: it may be of an older generation
+            os.link(source, target, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True

@@ -1,6 +1,8 @@
 """Checks quotas within the transaction that inserts a record.
 
-Only one thread writes, so nothing changes between the count and the insertion.
+Only one thread writes, so nothing changes between the count and the insertion. To count all files of a project with
+each upload would take longer than to store one. So of some quotas a bound is kept in memory: no project has more
+records than its last count and those that were added since. Only where the bound reaches the quota they are counted.
 """
 
 from __future__ import annotations
@@ -8,13 +10,15 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from batchmill.errors import OverQuota
+from batchmill.store.sql.compiled import CompiledStatement
+from batchmill.store.sql.transactions import notes_of
 
-_counting: dict[tuple[str, str], sa.Select[tuple[int]]] = {}  # (table, quota) -> its statement, which is built once
+_counting: dict[tuple[str, str], CompiledStatement] = {}  # (table, quota) -> its statement, which is built once
 
 
 def refuse_beyond(
     db: sa.Connection, table: sa.Table, most: int, *, quota: str, project: str, way_out: str,
-    where: sa.ColumnElement[bool] | None = None, adding: int = 1,
+    where: sa.ColumnElement[bool] | None = None, adding: int = 1, is_noted: bool = False,
 ) -> None:  # fmt: skip
     """Raises: OverQuota if a project has its maximum of records in a table.
 
@@ -23,14 +27,41 @@ def refuse_beyond(
         way_out: what the caller can do: "delete some".
         where: which of its records count. It is the same for each use of a quota.
         adding: how many records will be inserted.
+        is_noted: whoever makes a record count notes it: see `note_added`.
     """
+    bounds = _bounds(db) if is_noted else {}
+    bound = bounds.get((quota, project))
+    if bound is not None and bound + adding <= most:
+        return
     counting = _counting.get((table.name, quota))
     if counting is None:
         mine = sa.select(sa.func.count()).select_from(table).where(table.c.project == sa.bindparam("of_project"))
-        counting = _counting[table.name, quota] = mine if where is None else mine.where(where)
-    count = db.execute(counting, {"of_project": project}).scalar_one()
+        counting = CompiledStatement(mine if where is None else mine.where(where))
+        _counting[table.name, quota] = counting
+    ((count,),) = counting.rows(db, {"of_project": project})
+    bounds[quota, project] = count
     if count + adding > most:
         raise over_quota(quota, project, f"has {count:,} {quota.replace('_', ' ')}", f"{most:,}", way_out)
+
+
+def note_added(db: sa.Connection, quota: str, project: str) -> None:
+    """Note that one more record of a project counts toward a quota."""
+    bounds = _bounds(db)
+    if (quota, project) in bounds:
+        bounds[quota, project] += 1
+
+
+def forget_counts(db: sa.Connection, quota: str) -> None:
+    """Have the records of a quota be counted again: more of them count than were noted."""
+    bounds = _bounds(db)
+    for key in [key for key in bounds if key[0] == quota]:
+        del bounds[key]
+
+
+def _bounds(db: sa.Connection) -> dict[tuple[str, str], int]:
+    """(quota, project) -> a number that its records do not exceed. A reader has none, and counts."""
+    notes = notes_of(db)
+    return {} if notes is None else notes.bounds
 
 
 def over_quota(quota: str, project: str, has: str, most: str, way_out: str) -> OverQuota:

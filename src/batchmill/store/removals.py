@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Gone
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.tables import jobs, removals
 
@@ -37,6 +38,7 @@ class Removal(Struct, frozen=True):
 
 _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
 _FIND_ALL = sa.select(*_FIELDS).where(removals.c.id.in_(sa.bindparam("ids", expanding=True)))
+_FIND = CompiledStatement(sa.select(*_FIELDS).where(removals.c.id == sa.bindparam("removed")))
 
 
 def insert(db: sa.Connection, removal: Removal) -> None:
@@ -45,10 +47,13 @@ def insert(db: sa.Connection, removal: Removal) -> None:
 
 
 def find(db: sa.Connection, removed_id: str) -> Removal | None:
-    return find_all(db, [removed_id]).get(removed_id)
+    row = _FIND.row(db, {"removed": removed_id})
+    return None if row is None else Removal(*row)
 
 
 def find_all(db: sa.Connection, ids: Sequence[str]) -> dict[str, Removal]:
+    if len(ids) == 1:
+        return {} if (found := find(db, ids[0])) is None else {found.id: found}
     rows = db.execute(_FIND_ALL, {"ids": list(ids)})
     return {removal.id: removal for removal in (Removal(*row) for row in rows)}
 

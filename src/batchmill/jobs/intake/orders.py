@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.datasets import sealing, sources
@@ -26,6 +25,7 @@ from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.states import JobState
+from batchmill.store.sql.transactions import Record
 from batchmill.store.stored_files import StoredFiles
 from batchmill.types import (
     Amendment,
@@ -275,7 +275,7 @@ def _is_same_file(path: str, source: str) -> bool:
     return same or (os.path.exists(path) and os.path.samefile(path, source))
 
 
-def has_run(record: sa.RowMapping) -> bool:
+def has_run(record: Record) -> bool:
     """Whether the ledger counts an outcome of a model."""
     return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
 
@@ -445,7 +445,7 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     return sealing.digest(spec.dataset.paths) == sealed.digest
 
 
-def is_sample(record: sa.RowMapping) -> bool:
+def is_sample(record: Record) -> bool:
     """Whether a job rests at, or in, its sample: until it goes on, others may write to its output."""
     if record["state"] != JobState.PAUSED or record["cancelling"] is not None:
         return False
@@ -454,7 +454,7 @@ def is_sample(record: sa.RowMapping) -> bool:
     return not is_whole and read_spec(record["spec"]).sample is not None
 
 
-def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
+def refuse_shared_output(spec: JobSpec, records: Sequence[Record], finished: float | None = None) -> None:
     """Two jobs never write to one file. `finished` is when this job published; who published later owns the file.
 
     Raises: InvalidInput, naming the other job.
@@ -482,7 +482,7 @@ def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finish
 
 
 def may_replace(
-    order: JobOrder, spec: JobSpec, known: sa.RowMapping | None, records: Sequence[sa.RowMapping], *, is_same: bool
+    order: JobOrder, spec: JobSpec, known: Record | None, records: Sequence[Record], *, is_same: bool
 ) -> bool:
     """Whether the job may write over what its output holds.
 

@@ -49,7 +49,7 @@ from batchmill.ports import Clock
 from batchmill.states import ENDED
 from batchmill.store.removals import ELSEWHERE
 from batchmill.store.sql.tables import jobs, removals
-from batchmill.store.sql.transactions import note_change
+from batchmill.store.sql.transactions import Record, note_change
 from batchmill.store.stored_files import StoredFiles, using
 from batchmill.types import ReuseCount, SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -186,7 +186,7 @@ class EarlierJobs:
                 chosen += [] if earlier is None else [earlier]
             yield chosen, note
 
-    async def _chosen(self, record: sa.RowMapping, wanted: frozenset[str], stack: AsyncExitStack) -> EarlierJob | None:
+    async def _chosen(self, record: Record, wanted: frozenset[str], stack: AsyncExitStack) -> EarlierJob | None:
         """An ended job, if rows of it may have gone to one of the targets that are wanted."""
         spec = read_spec(record["spec"])
         files = JobFiles(self._data_dir, spec.id)
@@ -208,7 +208,7 @@ class EarlierJobs:
         place = files.segment_place
         return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
 
-    async def _has_small_index(self, record: sa.RowMapping, spec: JobSpec, files: JobFiles) -> bool:
+    async def _has_small_index(self, record: Record, spec: JobSpec, files: JobFiles) -> bool:
         """Whether a small job has an index. The first lookup makes it, with copies of the results: they lie in the
         database for as long as retention keeps what a retry needs."""
         if await self._stored.holds(files.reuse):
@@ -241,7 +241,7 @@ class EarlierJobs:
         committed = await self._ledger.database.call_reader(self._ledger.committed, job_id)
         return [ref for generation, ref in committed if generation == 0]
 
-    def _may_have(self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str]) -> bool:
+    def _may_have(self, record: Record, files: JobFiles, wanted: frozenset[str]) -> bool:
         earlier, keys = read_spec(record["spec"]), read_keys(files.dataset)
         if keys is not None:
             return not wanted.isdisjoint(keys.keys)
@@ -250,7 +250,7 @@ class EarlierJobs:
         return not wanted.isdisjoint(target_keys(earlier))
 
     async def _brought_for_lookup(
-        self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str], stack: AsyncExitStack
+        self, record: Record, files: JobFiles, wanted: frozenset[str], stack: AsyncExitStack
     ) -> bool:
         """Bring the index of a job from the object store; of its segments, the lookup reads what rows take over. Where
         there is no index, bring everything. False if that is not there.
@@ -271,7 +271,7 @@ class EarlierJobs:
             return False
         return True
 
-    async def _brought(self, record: sa.RowMapping, files: JobFiles, stack: AsyncExitStack) -> bool:
+    async def _brought(self, record: Record, files: JobFiles, stack: AsyncExitStack) -> bool:
         """Bring the files of a job from the object store. False if it was removed meanwhile."""
         storage = JobStorage(self._stored, files)
         stack.callback(storage.release)
@@ -282,7 +282,7 @@ class EarlierJobs:
             return False
         return True
 
-    async def keep(self, record: sa.RowMapping) -> None:
+    async def keep(self, record: Record) -> None:
         """Called before the segments of an ended job are removed: what later jobs may take over stays, indexed.
 
         Published lines on this machine stay where they are. Of other results, what rows may take over is copied. Of
@@ -337,7 +337,7 @@ class EarlierJobs:
                     await self._stored.remove(some[record["id"]])
                     await asyncio.to_thread(_remove_index, some[record["id"]])
 
-    def _is_old(self, record: sa.RowMapping, oldest: float) -> bool:
+    def _is_old(self, record: Record, oldest: float) -> bool:
         age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
         is_beyond = record["finished"] < oldest and read_spec(record["spec"]).is_small
         return is_beyond or record["finished"] < self._clock.now() - age_s
@@ -378,7 +378,7 @@ def _has_deleted_results(db: sa.Connection, job_id: str) -> bool:
     return bool(db.execute(sa.select(sa.literal(1)).where(jobs.c.id == job_id, _HAS_DELETED_RESULTS)).first())
 
 
-def _maybe_old(db: sa.Connection, job_ids: Sequence[str], before: float) -> Sequence[sa.RowMapping]:
+def _maybe_old(db: sa.Connection, job_ids: Sequence[str], before: float) -> Sequence[Record]:
     """Those of some jobs that ended before, or whose results were deleted."""
     names = ("id", "project", "spec", "finished", "compacted")
     query = sa.select(*(jobs.c[name] for name in names), _HAS_DELETED_RESULTS.label("is_deleted")).where(
@@ -397,14 +397,14 @@ def _old(db: sa.Connection, before: float) -> Sequence[str]:
     return db.execute(query.order_by(jobs.c.finished.desc()).limit(FORGOTTEN_MAX)).scalars().all()
 
 
-def _forget(db: sa.Connection, record: sa.RowMapping) -> None:
+def _forget(db: sa.Connection, record: Record) -> None:
     """What is kept of a job's results no longer counts as its bytes."""
     if record["compacted"] is not None:
         db.execute(jobs.update().where(jobs.c.id == record["id"]).values(bytes=2 * len(record["spec"])))
         note_change(db, record["id"])
 
 
-def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Sequence[sa.RowMapping]:
+def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Sequence[Record]:
     """Jobs of the same project that have results, none of which was deleted or has expired, the newest first."""
     names = ("id", "spec", "generation", "rows", "finished", "compacted", "output")
     query = sa.select(*(jobs.c[name] for name in names)).where(

@@ -9,10 +9,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-
 from batchmill.errors import JobPaused
 from batchmill.states import PauseReason
+from batchmill.store.sql.transactions import Record
 
 log = logging.getLogger("batchmill.jobs")
 
@@ -54,7 +53,7 @@ def _place_of(error: BaseException) -> str:
     return "".join(f" ({Path(at.filename).name}, line {at.lineno}, in {at.name})" for at in frames)
 
 
-def was_cut_off(record: sa.RowMapping) -> bool:
+def was_cut_off(record: Record) -> bool:
     """Whether only the end of its owner stopped a paused job, and core tasks do not keep failing while it runs."""
     if record["reason"] == PauseReason.INTERNAL_ERROR:
         return record["internal_errors"] < FAILURES_MAX

@@ -7,7 +7,7 @@ is written with one statement for each table.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,23 +15,27 @@ import sqlalchemy as sa
 from msgspec import Struct, field
 
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.job_changes import Ending, change_job
 from batchmill.states import ENDED
 from batchmill.store.segments.blocks import CARRIED
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.positions import unpack_positions
 from batchmill.store.sql.tables import commits, jobs, outcome_blocks, shards
-from batchmill.store.sql.transactions import note_change
+from batchmill.store.sql.transactions import Record
 from batchmill.types import Commit
 
 ShardKey = tuple[str, int, int]  # job, generation, shard
 
 _SUMS = ("rows_ok", "rows_failed", "rows_reused", "input_tokens", "cached_tokens", "output_tokens", "bytes")
-_STATES = sa.select(jobs.c.state, jobs.c.warnings, jobs.c.generation.label("job_generation"), shards).join(
-    jobs, shards.c.job == jobs.c.id
-)
 _KEY = sa.tuple_(shards.c.job, shards.c.generation, shards.c.shard)
-_STATES_OF = _STATES.where(_KEY.in_(sa.bindparam("keys", expanding=True)))
-_INSERT_COMMITS, _INSERT_BLOCKS = commits.insert(), outcome_blocks.insert()
-_CHANGE = (
+_STATES = CompiledStatement(
+    sa.select(jobs.c.state, jobs.c.rows_failed, jobs.c.warnings, jobs.c.generation, *shards.c)
+    .join(jobs, shards.c.job == jobs.c.id)
+    .where(_KEY.in_(sa.bindparam("keys", expanding=True)))
+)
+_INSERT_COMMITS = CompiledStatement(commits.insert(), [column.name for column in commits.c])
+_INSERT_BLOCKS = CompiledStatement(outcome_blocks.insert(), [column.name for column in outcome_blocks.c])
+_CHANGE = CompiledStatement(
     shards.update()
     .where(
         shards.c.job == sa.bindparam("of_job"), shards.c.generation == sa.bindparam("of_generation"),
@@ -40,26 +44,6 @@ _CHANGE = (
     )
     .values(seq=sa.bindparam("new_seq"), done=sa.bindparam("new_done"), bitmap=sa.bindparam("new_bitmap"))
 )  # fmt: skip
-
-
-def _adding(*, has_cost: bool, has_warnings: bool) -> sa.Update:
-    """Adds what a batch has counted to the record of a job."""
-    values: dict[str, Any] = {
-        name: jobs.c[name] + sa.bindparam(f"more_{name}", type_=jobs.c[name].type) for name in _SUMS
-    }
-    if has_cost:
-        values["cost"] = sa.func.coalesce(jobs.c.cost, 0.0) + sa.bindparam("more_cost", type_=jobs.c.cost.type)
-    if has_warnings:
-        values["warnings"] = sa.bindparam("new_warnings", type_=jobs.c.warnings.type)
-    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values)
-
-
-_ADDING = {
-    (has_cost, has_warnings): _adding(has_cost=has_cost, has_warnings=has_warnings)
-    for has_cost in (False, True)
-    for has_warnings in (False, True)
-}
-_ADDING_TO_SMALL = {key: adding.returning(*jobs.c) for key, adding in _ADDING.items()}
 
 
 class _Shard(Struct):
@@ -94,15 +78,19 @@ class CommitBatch:
         self._shards: dict[ShardKey, _Shard] = {}
         self._rows: dict[tuple[ShardKey, int], dict[str, Any]] = {}  # of the table of commits
         self._blocks: list[dict[str, Any]] = []  # that commits of small jobs carried
+        self._states: dict[str, tuple[str, int]] = {}  # job -> its state, and its failed rows
         self.jobs: defaultdict[str, JobSums] = defaultdict(JobSums)
-        for found in db.execute(_STATES_OF, {"keys": sorted({key_of(each) for each in batch})}):
-            is_open = found.state not in ENDED and found.job_generation == found.generation
-            self._shards[found.job, found.generation, found.shard] = _Shard(
-                found.epoch, is_open, found.seq, found.seq, found.done, int.from_bytes(found.bitmap, "little"),
-                found.hi - found.lo, len(found.bitmap),
-            )  # fmt: skip
-            if found.warnings is not None and found.job not in self.jobs:
-                self.jobs[found.job] = JobSums(warnings=msgspec.json.decode(found.warnings))
+        for state, failed, warnings, now, *key, lo, hi, epoch, seq, done, bitmap in _STATES.rows(
+            db, {"keys": sorted({key_of(each) for each in batch})}
+        ):
+            job, generation, number = key
+            self._states[job] = state, failed
+            is_open = state not in ENDED and generation == now
+            self._shards[job, generation, number] = _Shard(
+                epoch, is_open, seq, seq, done, int.from_bytes(bitmap, "little"), hi - lo, len(bitmap)
+            )
+            if warnings is not None and job not in self.jobs:
+                self.jobs[job] = JobSums(warnings=msgspec.json.decode(warnings))
 
     def add(self, commit: Commit, cost: float | None) -> bool:
         """Count a commit; False: another worker holds the shard, its job takes no more, or it was counted before.
@@ -171,10 +159,21 @@ class CommitBatch:
             job.has_warnings = True
             job.warnings[name] = job.warnings.get(name, 0) + replies
 
-    def write(self) -> None:
-        """Write the shards, commits and sums. Raises: LedgerBroken where a shard has changed meanwhile: a bug."""
+    def state_of(self, job_id: str) -> str:
+        """The state of a job, as it was before the batch; empty: it is gone."""
+        return self._states[job_id][0] if job_id in self._states else ""
+
+    def has_errors(self, job_id: str) -> bool:
+        """Whether rows of a job have failed, before the batch or in it."""
+        return self._states[job_id][1] > 0 or self.jobs[job_id].sums["rows_failed"] > 0
+
+    def write(self, endings: Mapping[str, Ending] = {}) -> dict[str, Record]:
+        """Write the shards, commits and sums, with what ends jobs. Returns the records of jobs that were read.
+
+        Raises: LedgerBroken where a shard has changed meanwhile: a bug.
+        """
         if not self._rows:
-            return
+            return {}
         changed = [
             {
                 "of_job": key[0], "of_generation": key[1], "of_shard": key[2], "of_epoch": shard.epoch,
@@ -184,25 +183,24 @@ class CommitBatch:
             for key, shard in self._shards.items()
             if shard.seq != shard.first_seq
         ]  # fmt: skip
-        if self._db.execute(_CHANGE, changed).rowcount != len(changed):
+        if _CHANGE.run_all(self._db, changed) != len(changed):
             raise LedgerBroken("a shard has changed while its commits were counted: another process writes the ledger")
-        self._db.execute(_INSERT_COMMITS, list(self._rows.values()))
+        _INSERT_COMMITS.run_all(self._db, list(self._rows.values()))
         if self._blocks:
-            self._db.execute(_INSERT_BLOCKS, self._blocks)
-        small = {each["job"] for each in self._blocks}
+            _INSERT_BLOCKS.run_all(self._db, self._blocks)
+        small = {each["job"] for each in self._blocks}  # whose commits are few, and whose clients poll
+        changed: dict[str, Record] = {}
         for job_id, job in self.jobs.items():
-            parameters: dict[str, Any] = {f"more_{name}": value for name, value in job.sums.items()}
-            if job.cost is not None:
-                parameters["more_cost"] = job.cost
-            if job.has_warnings:
-                parameters["new_warnings"] = msgspec.json.encode(job.warnings)
-            parameters["of_job"] = job_id
-            kind = job.cost is not None, job.has_warnings
-            if job_id not in small:
-                self._db.execute(_ADDING[kind], parameters)
-                note_change(self._db, job_id)
-            else:  # whose commits are few, and whose clients poll
-                note_change(self._db, job_id, self._db.execute(_ADDING_TO_SMALL[kind], parameters).mappings().first())
+            ending = endings.get(job_id)
+            fields: dict[str, Any] = {"warnings": msgspec.json.encode(job.warnings)} if job.has_warnings else {}
+            added: dict[str, float] = job.sums if job.cost is None else {**job.sums, "cost": job.cost}
+            if ending is not None:
+                fields, added = fields | ending.fields, {**added, "elapsed_s": ending.spent_s}
+            returns = job_id in small or ending is not None
+            record = change_job(self._db, job_id, fields, added, returns=returns)
+            if record is not None:
+                changed[job_id] = record
+        return changed
 
 
 def key_of(commit: Commit) -> ShardKey:

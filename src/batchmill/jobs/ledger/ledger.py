@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
@@ -22,14 +21,16 @@ from batchmill.jobs.ledger import misfits, records
 from batchmill.jobs.ledger import snapshot as ledger_snapshot
 from batchmill.jobs.ledger.counting import CommitBatch
 from batchmill.jobs.ledger.files import read_spec
+from batchmill.jobs.ledger.job_changes import TIMES, Ending, change_job
 from batchmill.jobs.ledger.packed import store as store_packed
-from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
+from batchmill.jobs.ledger.snapshot import UNFINISHED_JOBS, Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
+from batchmill.store.quotas import forget_counts
 from batchmill.store.segments.format import Span, merged
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
-from batchmill.store.sql.portable import greatest
 from batchmill.store.sql.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
-from batchmill.store.sql.transactions import note_change
+from batchmill.store.sql.transactions import Record, note_change
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
 from batchmill.types.position_runs import Runs
 from batchmill.wire.job_spec import JobSpec
@@ -167,12 +168,21 @@ class LeasedShard(Struct, frozen=True):
 
 
 class JobEnd(Protocol):
-    """The end of a job, which the transaction may store that counts its last rows."""
+    """The end of a job, which the transaction may store that counts its last rows, and which may be repeated."""
 
     @property
     def is_stored(self) -> bool: ...
 
-    def store(self, db: sa.Connection, *, is_counted: bool) -> None: ...
+    def write(self, db: sa.Connection, state: str, *, is_counted: bool) -> Ending | None:
+        """Write the results, before anything of the job is changed. None: it does not end with these rows.
+
+        Args: state: of the job. is_counted: whether the rows count.
+        """
+        ...
+
+    def store(self, db: sa.Connection, record: Record) -> None:
+        """Store what else there is. Args: record: of the job, which has ended."""
+        ...
 
 
 class Verdict(StrEnum):
@@ -181,56 +191,26 @@ class Verdict(StrEnum):
     STALE = "stale"  # another worker holds the shard, or the job has ended
 
 
-_STATE = sa.select(jobs.c.state, jobs.c.rows_failed).where(jobs.c.id == sa.bindparam("job"))
-_TIMES = ("started", "finalizing", "cancelling", "finished")
-
-
-def _after_all(at: object) -> sa.ColumnElement[float]:
-    """This time, or the latest time of a job if that is later."""
-    return greatest(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
-
+_STATE = CompiledStatement(sa.select(jobs.c.state, jobs.c.rows_failed).where(jobs.c.id == sa.bindparam("job")))
 
 _SHARD = (
     (shards.c.job == sa.bindparam("of_job"))
     & (shards.c.generation == sa.bindparam("of_generation"))
     & (shards.c.shard == sa.bindparam("of_shard"))
 )
-_FIND_SHARD = sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(_SHARD)
-_RAISE_EPOCH = shards.update().where(_SHARD).values(epoch=sa.bindparam("new_epoch"))
-_INSERT_SHARD = shards.insert()
-_COMMITTED = (
+_FIND_SHARD = CompiledStatement(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(_SHARD))
+_RAISE_EPOCH = CompiledStatement(shards.update().where(_SHARD).values(epoch=sa.bindparam("new_epoch")))
+_INSERT_SHARD = CompiledStatement(shards.insert(), [column.name for column in shards.c])
+_COMMITTED = CompiledStatement(
     sa.select(commits.c.generation, commits.c.segment, commits.c.offset, commits.c.length)
     .where(commits.c.job == sa.bindparam("job"))
     .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
 )
-_BLOCKS = sa.select(outcome_blocks).where(outcome_blocks.c.job == sa.bindparam("job"))
-
-
-@lru_cache(maxsize=256)
-def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_spent: bool = False) -> sa.UpdateBase:
-    """Set these fields of a job's record to the parameters "new_NAME", as `move` sets them.
-
-    A statement that is built once is found at once among the compiled ones; to build it takes longer than to run it.
-    """
-    values = {name: sa.bindparam(f"new_{name}", type_=jobs.c[name].type) for name in names}
-    values |= {name: _after_all(values[name]) for name in times}
-    if is_spent:
-        values["elapsed_s"] = jobs.c.elapsed_s + sa.bindparam("spent_s", type_=sa.Float())
-    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values).returning(*jobs.c)
-
-
-def _set(
-    db: sa.Connection, job_id: str, fields: Mapping[str, object], times: Iterable[str] = (), *,
-    spent_s: float | None = None,
-) -> sa.RowMapping | None:  # fmt: skip
-    """Set fields of a job's record, and return it. Requests that poll the job get it without another query."""
-    parameters = {f"new_{name}": value for name, value in fields.items()} | {"of_job": job_id}
-    if spent_s is not None:
-        parameters["spent_s"] = spent_s
-    setting = _setting(frozenset(fields), frozenset(times), is_spent=spent_s is not None)
-    record = db.execute(setting, parameters).mappings().first()
-    note_change(db, job_id, record)
-    return record
+_BLOCKS = CompiledStatement(
+    sa.select(outcome_blocks.c.segment, outcome_blocks.c.offset, outcome_blocks.c.blocks).where(
+        outcome_blocks.c.job == sa.bindparam("job")
+    )
+)
 
 
 def move(
@@ -244,7 +224,7 @@ def move(
     spent_s: float = 0.0,
     within: Callable[[sa.Connection], object] | None = None,
     **fields: object,
-) -> sa.RowMapping | None:
+) -> Record | None:
     """Move a job to another state, through those of `via`, and set fields; return its record.
 
     Raises: InvalidTransition.
@@ -256,11 +236,12 @@ def move(
     """
     path = [*via, state]
     assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
-    had_errors = _check_next(db, job_id, path[0])
+    before, had_errors = _check_next(db, job_id, path[0])
+    if before in ENDED:
+        forget_counts(db, UNFINISHED_JOBS)
     if within is not None:
         within(db)
-    times = [name for name in _TIMES if fields.get(name) is not None]
-    record = _set(db, job_id, {"state": state, **fields}, times, spent_s=spent_s)
+    record = change_job(db, job_id, {"state": state, **fields}, {"elapsed_s": spent_s})
     if isinstance(spec := fields.get("spec"), bytes):
         ledger_snapshot.note_models(db, read_spec(spec))
     if packed is not None:
@@ -281,12 +262,12 @@ class Ledger:
         with self._engine.begin() as db:
             ledger_snapshot.insert_job(db, spec)
 
-    def job(self, job_id: str) -> sa.RowMapping:
+    def job(self, job_id: str) -> Record:
         """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
         with self._reader.connect() as db:
             return records.find(db, job_id)
 
-    def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
+    def by_identity(self, identity: str) -> Sequence[Record]:
         """The jobs of this identity that were not ended early or refused, the newest first."""
         query = (
             sa.select(jobs)
@@ -296,7 +277,7 @@ class Ledger:
         with self._reader.connect() as db:
             return db.execute(query).mappings().all()
 
-    def move(self, job_id: str, state: JobState, **fields: Any) -> sa.RowMapping | None:
+    def move(self, job_id: str, state: JobState, **fields: Any) -> Record | None:
         """As the function `move`."""
         with self._engine.begin() as db:
             return move(db, job_id, state, **fields)
@@ -312,7 +293,7 @@ class Ledger:
         """
         path = [JobState.VALIDATING, *via, state]
         assert path == 2 * [state] or all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed"
-        fields |= {name: max(fields[name], job.spec.created) for name in _TIMES if fields.get(name) is not None}
+        fields |= {name: max(fields[name], job.spec.created) for name in TIMES if fields.get(name) is not None}
         with self._engine.begin() as db:
             known_id = records.enter_once(db, job, {"state": state, **fields})
             if known_id is None and packed is not None:
@@ -326,12 +307,12 @@ class Ledger:
     def spent(self, job_id: str, seconds: float) -> None:
         """Add running time to a job."""
         with self._engine.begin() as db:
-            _set(db, job_id, {}, spent_s=seconds)
+            change_job(db, job_id, {}, {"elapsed_s": seconds})
 
     def note(self, job_id: str, **fields: object) -> None:
         """Set fields of a job's record other than its state."""
         with self._engine.begin() as db:
-            _set(db, job_id, fields)
+            change_job(db, job_id, fields, times=())
 
     def open_generation(
         self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
@@ -357,6 +338,7 @@ class Ledger:
                 )
             )  # fmt: skip
             note_change(db, job_id)
+            forget_counts(db, UNFINISHED_JOBS)  # one more that had ended
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
@@ -419,12 +401,20 @@ class Ledger:
         with self._engine.begin() as db:
             counted = CommitBatch(db, [commit for commit, _ in batch])
             verdicts = [_verdict(counted, commit, cost) for commit, cost in batch]
-            counted.write()
+            ending: dict[str, tuple[JobEnd, Ending]] = {}  # by job
+            for index, end in ends.items():
+                job_id, is_counted = batch[index][0].lease.job, verdicts[index] is Verdict.COUNTED
+                if (found := end.write(db, counted.state_of(job_id), is_counted=is_counted)) is not None:
+                    ending[job_id] = end, found
+            changed = counted.write({job_id: found for job_id, (_, found) in ending.items()})
             misfits.add_all(db, [commit for commit, _ in batch if commit.misfits and counted.has_counted(commit)])
             for job_id, job in counted.jobs.items():
-                _count_errors(db, job_id, job.errors, job.samples)
-            for index, end in ends.items():
-                end.store(db, is_counted=verdicts[index] is Verdict.COUNTED)
+                if job_id not in ending:
+                    _count_errors(db, job_id, job.errors, job.samples)
+            for job_id, (end, found) in ending.items():
+                if found.errors or (found.errors is not None and counted.has_errors(job_id)):
+                    _replace_errors(db, job_id, found.errors)
+                end.store(db, changed[job_id])
             faults.point("in_commit")
         return verdicts
 
@@ -486,13 +476,13 @@ class Ledger:
 
 
 def _committed(db: sa.Connection, job_id: str) -> list[tuple[int, SegmentRef]]:
-    return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(_COMMITTED, {"job": job_id})]
+    return [(generation, SegmentRef(*ref)) for generation, *ref in _COMMITTED.rows(db, {"job": job_id})]
 
 
 def _blocks(db: sa.Connection, job_id: str) -> dict[str, list[tuple[int, bytes]]]:
     found: dict[str, list[tuple[int, bytes]]] = {}
-    for stored in db.execute(_BLOCKS, {"job": job_id}):
-        found.setdefault(stored.segment, []).append((stored.offset, bytes(stored.blocks)))
+    for segment, offset, blocks in _BLOCKS.rows(db, {"job": job_id}):
+        found.setdefault(segment, []).append((offset, bytes(blocks)))
     return found
 
 
@@ -504,13 +494,14 @@ def _verdict(counted: CommitBatch, commit: Commit, cost: float | None) -> Verdic
 
 def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
     key = {"of_job": seen.job, "of_generation": seen.generation, "of_shard": shard.number}
-    found = db.execute(_FIND_SHARD, key).first()
-    epoch = max(seen.epoch, 0 if found is None else found.epoch) + 1
+    found = _FIND_SHARD.row(db, key)
+    epoch = max(seen.epoch, 0 if found is None else found[0]) + 1
     lease = Lease(seen.job, seen.generation, shard.number, epoch)
     if found is not None:
-        db.execute(_RAISE_EPOCH, key | {"new_epoch": epoch})
+        _RAISE_EPOCH.run(db, key | {"new_epoch": epoch})
         noted = of_shard(db, seen.job, seen.generation, shard.number)
-        return LeasedShard(lease, found.seq, int.from_bytes(found.bitmap, "little"), noted)
+        _, seq, bitmap = found
+        return LeasedShard(lease, seq, int.from_bytes(bitmap, "little"), noted)
     _insert_lease(db, lease, shard)
     return LeasedShard(lease, 0, 0)
 
@@ -520,7 +511,7 @@ def _insert_lease(db: sa.Connection, lease: Lease, shard: Shard) -> None:
         "job": lease.job, "generation": lease.generation, "shard": shard.number, "lo": shard.lo, "hi": shard.hi,
         "epoch": lease.epoch, "seq": 0, "done": 0, "bitmap": bytes(-(-(shard.hi - shard.lo) // 8)),
     }  # fmt: skip
-    db.execute(_INSERT_SHARD, values)
+    _INSERT_SHARD.run(db, values)
 
 
 def first_lease(job_id: str, shard: Shard) -> Lease:
@@ -528,12 +519,15 @@ def first_lease(job_id: str, shard: Shard) -> Lease:
     return Lease(job_id, 0, shard.number, 1)
 
 
-def _check_next(db: sa.Connection, job_id: str, state: JobState) -> bool:
-    """Whether rows of the job have failed so far. Raises: InvalidTransition if it cannot enter this state."""
-    now, failed = db.execute(_STATE, {"job": job_id}).one()
+def _check_next(db: sa.Connection, job_id: str, state: JobState) -> tuple[str, bool]:
+    """The state of the job, and whether rows of it have failed so far.
+
+    Raises: InvalidTransition if it cannot enter this state.
+    """
+    ((now, failed),) = _STATE.rows(db, {"job": job_id})
     if state not in NEXT[JobState(now)]:
         raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
-    return failed > 0
+    return now, failed > 0
 
 
 def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int, str]]) -> None:

@@ -13,12 +13,15 @@ from msgspec import Struct
 from batchmill.errors import Conflict, UnknownName
 from batchmill.jobs.ledger import snapshot
 from batchmill.jobs.ledger.files import read_spec, result_exists
+from batchmill.jobs.ledger.snapshot import UNFINISHED_JOBS
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import error_counts, job_models, jobs, submissions
+from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, JobQuery, Once
 from batchmill.wire.job_spec import JobSpec
 
@@ -37,15 +40,19 @@ class _Reads(Struct):
 
 
 _reads = msgspec.json.Decoder(_Reads)
-# Every request about a job runs these: a statement that is built once is found at once among the compiled ones.
-_BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("job"))
-_ERRORS_OF_ONE = (
+_BY_ID = CompiledStatement(sa.select(jobs).where(jobs.c.id == sa.bindparam("job")))
+_ERRORS_OF_ONE = CompiledStatement(
     sa.select(error_counts.c.code, error_counts.c.rows, error_counts.c.sample)
     .where(error_counts.c.job == sa.bindparam("job"), error_counts.c.rows > 0)
     .order_by(error_counts.c.rows.desc(), error_counts.c.code)
 )
-_FIND_ORDER = sa.select(submissions).where(submissions.c.key == sa.bindparam("order"))
-_ANSWERED = submissions.update().where(submissions.c.key == sa.bindparam("order")).values(answered=sa.bindparam("now"))
+_OF_ORDER = submissions.c.key == sa.bindparam("order")
+_FIND_ORDER = CompiledStatement(
+    sa.select(submissions.c.job, submissions.c.fingerprint, submissions.c.created, submissions.c.answered).where(
+        _OF_ORDER
+    )
+)
+_ANSWERED = CompiledStatement(submissions.update().where(_OF_ORDER).values(answered=sa.bindparam("now")))
 _UNFINISHED = jobs.c.state.in_([state for state in JobState if state not in ENDED])
 _NEXT_DEADLINES = (
     sa.select(jobs.c.id, jobs.c.deadline)
@@ -59,9 +66,9 @@ _NEXT_DEADLINES = (
 _listed = [column for column in jobs.c if column is not jobs.c.problems]
 
 
-def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
+def find(db: sa.Connection, job_id: str) -> Record:
     """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
-    exact = db.execute(_BY_ID, {"job": job_id}).mappings().first()
+    exact = _BY_ID.record(db, {"job": job_id})
     if exact is not None:
         return exact
     begins = sa.select(jobs).where(jobs.c.id >= job_id, jobs.c.id < job_id + "\U0010ffff").limit(2)
@@ -74,12 +81,12 @@ def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
     raise UnknownName(f"the job {job_id[:SHOWN_CHARS]!r} {why}", code="unknown_job")
 
 
-def find_with_errors(db: sa.Connection, job_id: str) -> tuple[sa.RowMapping, Errors]:
+def find_with_errors(db: sa.Connection, job_id: str) -> tuple[Record, Errors]:
     """A job's record and its errors by cause. Raises: UnknownName."""
     record = find(db, job_id)
     if not record["rows_failed"]:  # each row that is counted by its error is counted there, too
         return record, {}
-    found = db.execute(_ERRORS_OF_ONE, {"job": record["id"]})
+    found = _ERRORS_OF_ONE.rows(db, {"job": record["id"]})
     return record, {code: (rows, sample) for code, rows, sample in found}
 
 
@@ -97,7 +104,7 @@ def errors_of(db: sa.Connection, job_ids: Sequence[str] | sa.Select[tuple[str]])
     return found
 
 
-def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors]]:
+def page(db: sa.Connection, query: JobQuery) -> list[tuple[Record, Errors]]:
     """Jobs, the newest first, without their problems. Raises: UnknownName for an `after` that is none of them."""
     wanted = _of_frontend(query).order_by(jobs.c.created.desc(), jobs.c.id.desc())
     if query.state is not None:
@@ -126,7 +133,7 @@ def _of_frontend(query: JobQuery) -> sa.Select:
     return wanted if query.origin is None else wanted.where(jobs.c.frontend == query.origin)
 
 
-def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
+def unfinished(db: sa.Connection) -> Sequence[Record]:
     """Every job that has not ended, the oldest first."""
     return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
 
@@ -145,8 +152,8 @@ def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None
 def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:
     """Raises: OverQuota if a project has its maximum of unfinished jobs."""
     refuse_beyond(
-        db, jobs, quota, quota="unfinished_jobs", project=project, way_out="let some end, or cancel them",
-        where=_UNFINISHED,
+        db, jobs, quota, quota=UNFINISHED_JOBS, project=project, way_out="let some end, or cancel them",
+        where=_UNFINISHED, is_noted=True,
     )  # fmt: skip
 
 
@@ -155,7 +162,7 @@ def ids(db: sa.Connection) -> set[str]:
     return set(db.execute(sa.select(jobs.c.id)).scalars())
 
 
-def naming_outputs(db: sa.Connection) -> Sequence[sa.RowMapping]:
+def naming_outputs(db: sa.Connection) -> Sequence[Record]:
     """The jobs whose callers may name where results go, the newest first: those without a frontend, and those that
     write to an object store.
     """
@@ -164,7 +171,7 @@ def naming_outputs(db: sa.Connection) -> Sequence[sa.RowMapping]:
     return db.execute(query).mappings().all()
 
 
-def writing_objects(db: sa.Connection) -> Sequence[sa.RowMapping]:
+def writing_objects(db: sa.Connection) -> Sequence[Record]:
     """The jobs that have not ended and write to an object store. Read them before the store is asked what is there:
     a job that ends in between has written its results.
     """
@@ -177,7 +184,7 @@ def next_deadlines(db: sa.Connection, count: int) -> Sequence[tuple[str, float]]
     return [tuple(found) for found in db.execute(_NEXT_DEADLINES, {"count": count})]
 
 
-def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping]:
+def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[Record]:
     """The jobs that are paused for a reason, the oldest first."""
     query = sa.select(jobs).where(jobs.c.state == JobState.PAUSED, jobs.c.reason == reason).order_by(jobs.c.created)
     return db.execute(query).mappings().all()
@@ -192,7 +199,7 @@ def columns_of(spec: JobSpec) -> dict[str, object]:
     }
 
 
-def samples_at_rest(db: sa.Connection) -> Sequence[sa.RowMapping]:
+def samples_at_rest(db: sa.Connection) -> Sequence[Record]:
     """The paused jobs of commands that began with a sample, the newest first."""
     query = (
         sa.select(*_listed)
@@ -228,30 +235,29 @@ async def known(database: Database, once: Once, now: float) -> str | None:
 
 def standing(db: sa.Connection, once: Once, now: float) -> str | None:
     """The job that this order is already; None: it is a new one. Raises: Conflict."""
-    found = db.execute(_FIND_ORDER, {"order": once.key}).first()
+    found = _FIND_ORDER.row(db, {"order": once.key})
     if found is None:
         return None
-    age_s = now - found.created
-    is_same = found.fingerprint == once.fingerprint
+    job, fingerprint, created, answered_at = found
+    age_s = now - created
+    is_same = fingerprint == once.fingerprint
     if once.blind:
         is_asked_again = once.again_s is not None and age_s <= once.again_s
-        was_answered = found.answered is not None and (
-            once.arrived is None or found.answered < once.arrived or age_s < 0
-        )
+        was_answered = answered_at is not None and (once.arrived is None or answered_at < once.arrived or age_s < 0)
         is_open = not was_answered and age_s <= BLIND_S
-        return found.job if is_same and (is_open or is_asked_again) else None
+        return job if is_same and (is_open or is_asked_again) else None
     if age_s > KEPT_S:
         return None
     if not is_same:
         raise Conflict(
-            f"this idempotency key belongs to the job {found.job}, which was created with another body or parameters: "
+            f"this idempotency key belongs to the job {job}, which was created with another body or parameters: "
             "use a new key for a new order",
             code="idempotency_key_reused",
         )
-    return found.job
+    return job
 
 
-def must_run_again(record: sa.RowMapping, order: JobOrder) -> bool:
+def must_run_again(record: Record, order: JobOrder) -> bool:
     """Whether an order that is a known job runs it from its beginning again."""
     if record["compacted"] is not None and not result_exists(record["output"]):
         return True  # its results are gone, and what they could be written from
@@ -300,7 +306,7 @@ def enter_once(db: sa.Connection, job: NewJob, fields: Mapping[str, Any] = {}) -
 
 def answered(db: sa.Connection, key: str, now: float) -> None:
     """Record that the reply to this order was delivered."""
-    db.execute(_ANSWERED, {"order": key, "now": now})
+    _ANSWERED.run(db, {"order": key, "now": now})
 
 
 def forget_old(db: sa.Connection, now: float) -> None:

@@ -6,6 +6,7 @@ What audits or repairs a ledger works on a snapshot, in a process of its own, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -15,20 +16,34 @@ from msgspec import Struct
 from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger import misfits
 from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.quotas import forget_counts, note_added
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.tables import commits, error_counts, job_models, jobs, shards
 from batchmill.store.sql.transactions import note_change
 from batchmill.types import Shard, Usage
 from batchmill.wire.job_spec import JobSpec
 
+UNFINISHED_JOBS = "unfinished_jobs"  # the quota
 INSERT_ROWS = 1000  # records of one statement
 REBUILT = (
     "the ledger was rebuilt; resume the job: it runs what is missing and writes its results again, "
     "or cancel it: then its results are those of the rows that are done"
 )
 
-# A statement that is built once is found at once among the compiled ones.
-_INSERT_JOB, _INSERT_MODELS = jobs.insert().returning(*jobs.c), job_models.insert()
-_DELETE_MODELS = job_models.delete().where(job_models.c.job == sa.bindparam("of_job"))
+_INSERT_MODELS = CompiledStatement(job_models.insert(), ("job", "model"))
+_DELETE_MODELS = CompiledStatement(job_models.delete().where(job_models.c.job == sa.bindparam("of_job")))
+
+
+def _initial(column: sa.Column[Any]) -> Any:
+    """The value that a column has where an INSERT does not name it."""
+    if isinstance(column.default, sa.ColumnDefault):
+        return column.default.arg
+    default = column.server_default
+    return column.type.python_type(default.arg) if isinstance(default, sa.DefaultClause) else None
+
+
+_INITIAL = {column.name: _initial(column) for column in jobs.c}
+_INSERT_JOB = CompiledStatement(jobs.insert(), list(_INITIAL))
 
 
 class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
@@ -156,26 +171,30 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
 def insert_job(db: sa.Connection, spec: JobSpec, fields: Mapping[str, Any] = {}) -> None:
     """Insert a job. Args: fields: of its record, as far as more than the spec is known."""
     spec_bytes = fields.get("spec") or msgspec.json.encode(spec)
-    values = {
+    record = _INITIAL | {
         "id": spec.id, "identity": spec.identity, "state": JobState.VALIDATING, "spec": spec_bytes,
         "bytes": 2 * len(spec_bytes), "created": spec.created, "output": spec.output, "project": spec.project,
         "frontend": (spec.origin or {}).get("frontend"),
         "priority": spec.policy.priority, "deadline": spec.policy.deadline, **fields,
     }  # fmt: skip
-    note_change(db, spec.id, db.execute(_INSERT_JOB, values).mappings().first())
+    record = {name: value.value if isinstance(value, StrEnum) else value for name, value in record.items()}
+    _INSERT_JOB.run(db, record)
+    note_added(db, UNFINISHED_JOBS, spec.project)
+    has_nul = any(isinstance(value, str) and "\x00" in value for value in record.values())
+    note_change(db, spec.id, None if has_nul else record)  # PostgreSQL stores another character
     _insert_models(db, spec)
 
 
 def note_models(db: sa.Connection, spec: JobSpec) -> None:
     """Store the models of a job, for searches; a frontend's job knows them once it is planned."""
-    db.execute(_DELETE_MODELS, {"of_job": spec.id})
+    _DELETE_MODELS.run(db, {"of_job": spec.id})
     _insert_models(db, spec)
 
 
 def _insert_models(db: sa.Connection, spec: JobSpec) -> None:
     names = spec.used if spec.origin is not None else [model.name for model in spec.models]
     if names:
-        db.execute(_INSERT_MODELS, [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
+        _INSERT_MODELS.run_all(db, [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
 
 
 def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
@@ -201,6 +220,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
         misfits.add(db, spec.id, (place[0], place[1], place[2]), runs)
     sums = after.counters
     note_change(db, spec.id)
+    forget_counts(db, UNFINISHED_JOBS)  # it may have ended
     db.execute(
         jobs.update()
         .where(jobs.c.id == spec.id)

@@ -14,6 +14,7 @@ import shutil
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,7 +24,7 @@ from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger.files import RESULTS, REUSE, read_spec
+from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.part_files import sync_folder
 from batchmill.ports import Clock
 from batchmill.services.files import records as file_records
@@ -50,6 +51,7 @@ from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.tables import files
+from batchmill.store.sql.transactions import Record
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
@@ -68,6 +70,15 @@ ARRIVING = ".incoming"
 EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
 FOUND_AT_ONCE = 1000  # files of one statement
 Within = Callable[[sa.Connection, FileRecord], None]
+
+
+class _Ordered(msgspec.Struct):
+    """What of a job's description says how long its results are kept."""
+
+    origin: dict[str, Any] | None = None
+
+
+_ordered = msgspec.json.Decoder(_Ordered)
 
 
 def new_id(prefix: str) -> str:
@@ -250,11 +261,11 @@ class FileService:
         adopted = self._adopted_lately.get(view.id)
         return adopted.results if adopted is not None and adopted.is_of(view) else None
 
-    def store_end(self, db: sa.Connection, record: sa.RowMapping) -> None:
+    def store_end(self, db: sa.Connection, record: Record) -> None:
         """As `adopt_results`, in the transaction that ends the first run of a short job. See `jobs.finishing`."""
         log = self.stored.log
         assert log is not None, "short jobs end so where there is a log"
-        origin = read_spec(record["spec"]).origin
+        origin = _ordered.decode(record["spec"]).origin
         names = ("id", "state", "project", "created", "finished", "generation", "output", "errors_output", "rows_ok")
         view = JobView(**{name: record[name] for name in names}, origin=origin)
         files_of_job, results = ResultFiles.of(view), {}
@@ -513,7 +524,7 @@ def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota:
     """Insert a record. Results of jobs do not count against the quota of uploads."""
     refuse_beyond(
         db, files, quota, quota="files", project=record.project, way_out="delete some",
-        where=files.c.job.is_(None),
+        where=files.c.job.is_(None), is_noted=True,
     )  # fmt: skip
     file_records.insert(db, record)
     if within is not None:

@@ -9,6 +9,8 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import UnknownName
+from batchmill.store.quotas import note_added
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.tables import files, jobs
 
 SHOWN_CHARS = 80  # of an unknown id, in a message
@@ -48,12 +50,13 @@ class JobResults(Struct, frozen=True):
 
 
 _FIELDS = [files.c[name] for name in FileRecord.__struct_fields__]
-# Each small job runs these: a statement that is built once is found at once among the compiled ones.
-_FIND = sa.select(*_FIELDS).where(files.c.id == sa.bindparam("file"))
+_FIND = CompiledStatement(sa.select(*_FIELDS).where(files.c.id == sa.bindparam("file")))
 _FIND_ALL = sa.select(*_FIELDS).where(files.c.id.in_(sa.bindparam("ids", expanding=True)))
-_INSERT = files.insert()
-_RESULTS_OF = sa.select(jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output).where(
-    jobs.c.id == sa.bindparam("job")
+_INSERT = CompiledStatement(files.insert(), FileRecord.__struct_fields__)
+_RESULTS_OF = CompiledStatement(
+    sa.select(jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output).where(
+        jobs.c.id == sa.bindparam("job")
+    )
 )
 
 
@@ -62,7 +65,7 @@ def unknown(file_id: str) -> UnknownName:
 
 
 def find(db: sa.Connection, file_id: str) -> FileRecord | None:
-    row = db.execute(_FIND, {"file": file_id}).first()
+    row = _FIND.row(db, {"file": file_id})
     return None if row is None else FileRecord(*row)
 
 
@@ -88,7 +91,9 @@ def page(db: sa.Connection, query: FileQuery) -> list[FileRecord]:
 
 
 def insert(db: sa.Connection, record: FileRecord) -> None:
-    db.execute(_INSERT, msgspec.structs.asdict(record))
+    _INSERT.run(db, msgspec.structs.asdict(record))
+    if record.job is None:
+        note_added(db, "files", record.project)
 
 
 def insert_missing(db: sa.Connection, records: Sequence[FileRecord]) -> None:
@@ -115,10 +120,11 @@ def find_ids(db: sa.Connection, names: Sequence[str]) -> set[str]:
 
 
 def results_of(db: sa.Connection, job_id: str) -> JobResults | None:
-    row = db.execute(_RESULTS_OF, {"job": job_id}).first()
+    row = _RESULTS_OF.row(db, {"job": job_id})
     if row is None:
         return None
-    return JobResults(row.state, row.generation, [path for path in (row.output, row.errors_output) if path])
+    state, generation, *paths = row
+    return JobResults(state, generation, [path for path in paths if path])
 
 
 def _is_live(now: float) -> sa.ColumnElement[bool]:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, RateLimited, UnknownName
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.tables import remote_models, remote_tasks
 
 BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL = "BATCH_PREDICTION", "REGISTER_MODEL", "DEPLOY_MODEL"
@@ -192,12 +193,12 @@ def _find_first(db: sa.Connection, *where: sa.ColumnElement[bool]) -> TaskRecord
     return None if row is None else _record(row)
 
 
-_MADE_A_TASK = sa.select(remote_tasks.c.id).where(remote_tasks.c.once == sa.bindparam("of_order"))
+_MADE_A_TASK = CompiledStatement(sa.select(remote_tasks.c.id).where(remote_tasks.c.once == sa.bindparam("of_order")))
 
 
 def forget_order(db: sa.Connection, once: str) -> None:
     """Let the same order make a new task from now on, unless the result of the first one is unknown."""
-    if db.execute(_MADE_A_TASK, {"of_order": once}).first() is None:
+    if _MADE_A_TASK.row(db, {"of_order": once}) is None:
         return  # as each order of a job
     task = by_once(db, once)
     if task is not None and not task.is_unknown:

@@ -24,9 +24,9 @@ from batchmill.services.webhooks import endpoints as events
 from batchmill.services.webhooks.endpoints import EndedJob, WebhookService
 from batchmill.services.webhooks.sender import DeliveryResult
 from batchmill.states import ENDED
+from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import jobs, outbox
-from batchmill.store.sql.transactions import note_change
 
 KEPT_S = 3 * 86_400.0  # the age at which a delivered or given up event is deleted
 
@@ -85,14 +85,14 @@ def _ended_job(row: sa.Row) -> EndedJob:
     return EndedJob(row.id, row.generation, row.state, row.created, finished, row.project, frontend, trace)
 
 
-_ANNOUNCE = (
+_ANNOUNCE = CompiledStatement(  # no view of a job has `announced`, so that records in memory stay
     jobs.update()
     .where(
         sa.tuple_(jobs.c.id, jobs.c.generation, jobs.c.state).in_(sa.bindparam("ended", expanding=True)),
         jobs.c.announced <= jobs.c.generation,
     )
     .values(announced=jobs.c.generation + 1)
-    .returning(*jobs.c)
+    .returning(jobs.c.id)
 )
 
 
@@ -104,11 +104,10 @@ def announce(
 ) -> list[EndedJob]:
     """Put the events of ended jobs into the outbox and mark the jobs as announced. Returns the newly marked ones."""
     keys = [(ended.job, ended.generation, ended.state) for ended in ended_jobs]
-    marked = {found["id"]: found for found in db.execute(_ANNOUNCE, {"ended": keys}).mappings()}
+    marked = {job for (job,) in _ANNOUNCE.rows(db, {"ended": keys})}
     new = [ended for ended in ended_jobs if ended.job in marked]  # others were retried meanwhile, or are announced
     endpoints: dict[tuple[str, str], list[str]] = {}  # of (project, type)
     for ended in new:
-        note_change(db, ended.job, marked[ended.job])
         if ended.type is not None:
             if (key := (ended.project, ended.type)) not in endpoints:
                 endpoints[key] = endpoints_for(db, *key)

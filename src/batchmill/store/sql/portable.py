@@ -11,6 +11,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import GenericFunction
 
+from batchmill.store.sql.compiled import CompiledStatement
+
 
 class greatest(GenericFunction):  # noqa: N801
     """The greatest of several values, of which none is NULL."""
@@ -25,29 +27,29 @@ def _as_max(element: greatest, compiler: Any, **kw: Any) -> str:
 
 def put(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:
     """Insert a row, or set these values of the one that has its primary key."""
-    db.execute(_putting(db.dialect.name, table, tuple(values)), dict(values))
+    _putting(table, tuple(values)).run(db, values)
 
 
 def insert_missing(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> int:
     """Insert a row unless one with a key of it exists. Returns the number of inserted rows."""
-    insert = _inserting_missing(db.dialect.name, table)
-    return db.execute(insert, dict(values), execution_options={"preserve_rowcount": True}).rowcount
-
-
-# A statement that is built once is found at once among the compiled ones; to build it takes longer than to run it.
+    return _inserting_missing(table, tuple(values)).run(db, values)
 
 
 @lru_cache(maxsize=64)
-def _putting(dialect: str, table: sa.Table, names: tuple[str, ...]) -> sa.Insert:
-    insert = _insert(dialect, table)
+def _putting(table: sa.Table, names: tuple[str, ...]) -> CompiledStatement:
     keys = [column.name for column in table.primary_key]
-    others = {name: insert.excluded[name] for name in names if name not in keys}
-    return insert.on_conflict_do_update(index_elements=keys, set_=others)
+
+    def build(dialect: str) -> sa.Insert:
+        insert = _insert(dialect, table)
+        others = {name: insert.excluded[name] for name in names if name not in keys}
+        return insert.on_conflict_do_update(index_elements=keys, set_=others)
+
+    return CompiledStatement(build, names)
 
 
 @lru_cache(maxsize=64)
-def _inserting_missing(dialect: str, table: sa.Table) -> sa.Insert:
-    return _insert(dialect, table).on_conflict_do_nothing()
+def _inserting_missing(table: sa.Table, names: tuple[str, ...]) -> CompiledStatement:
+    return CompiledStatement(lambda dialect: _insert(dialect, table).on_conflict_do_nothing(), names)
 
 
 def _insert(dialect: str, table: sa.Table) -> sqlite.Insert | postgresql.Insert:

@@ -28,18 +28,45 @@ SHARED_MAX = 64  # calls of one transaction
 DEFERRED_S = 0.02
 
 Function = Callable[[sa.Connection], T]
-Changes = Mapping[str, sa.RowMapping | None]  # job -> its new record; None: it is gone, or must be read
+Record = Mapping[str, Any]  # of a job: its columns by name
+Changes = Mapping[str, Record | None]  # job -> its new record; None: it is gone, or must be read
 ChangesListener = Callable[[Changes], None]
-CHANGES = "changed_jobs"  # the option of a connection with what its transaction has changed so far
+NOTES = "notes"  # the option of a connection that has them
 
 
-def note_change(db: sa.Connection, job_id: str, record: sa.RowMapping | None = None) -> None:
+class Notes:
+    """What a transaction notes while it runs; its connection carries it."""
+
+    def __init__(self, bounds: dict[tuple[str, str], int]) -> None:
+        """Args: bounds: as of `quotas`. They outlive the transaction."""
+        self.jobs: dict[str, Record | None] = {}
+        self.bounds = bounds
+        self.has_changed = False  # whether a statement may have changed something since this was last set
+
+    def forget(self) -> None:
+        """Have everything be read again that was noted: a part of the transaction has been rolled back."""
+        self.jobs.update(dict.fromkeys(self.jobs))
+        self.bounds.clear()
+
+
+def notes_of(db: sa.Connection) -> Notes | None:
+    """None: of a connection that only reads."""
+    return db.get_execution_options().get(NOTES)
+
+
+def note_change(db: sa.Connection, job_id: str, record: Record | None = None) -> None:
     """Have listeners learn, once the transaction is committed, that the record of a job or its errors have changed.
 
     Every transaction that changes them notes it, with the new record if it has it: None has the record read again.
     """
-    if (changes := db.get_execution_options().get(CHANGES)) is not None:
-        changes[job_id] = record
+    if (notes := notes_of(db)) is not None:
+        notes.jobs[job_id] = record
+
+
+def note_statement(db: sa.Connection) -> None:
+    """Note that a statement, of which SQLAlchemy sees nothing, may change something."""
+    if (notes := notes_of(db)) is not None:
+        notes.has_changed = True
 
 
 class Transactions(Protocol):
@@ -56,6 +83,7 @@ class JoiningTransactions:
     def __init__(self, own: Transactions) -> None:
         self.own, self._shared = own, threading.local()
         self._listeners: list[ChangesListener] = []
+        self._bounds: dict[tuple[str, str], int] = {}
 
     def listen(self, listener: ChangesListener) -> None:
         """Call `listener` after each transaction that noted changes, in its thread and before anybody learns its
@@ -74,14 +102,15 @@ class JoiningTransactions:
 
     @contextlib.contextmanager
     def _begin_own(self) -> Iterator[sa.Connection]:
-        changes: dict[str, sa.RowMapping | None] = {}
+        notes = Notes(self._bounds)
         try:
             with self.own.begin() as db:
-                yield db.execution_options(**{CHANGES: changes})
+                yield db.execution_options(**{NOTES: notes})
         except BaseException:
-            self._tell(dict.fromkeys(changes))
+            notes.forget()
+            self._tell(notes.jobs)
             raise
-        self._tell(changes)
+        self._tell(notes.jobs)
 
     def _tell(self, changes: Changes) -> None:
         if changes:
@@ -124,22 +153,21 @@ class _HalfChanged(Exception):
     """A call raised an error after it had changed something, and there is no savepoint before it."""
 
 
-class _Changes:
-    """Tells whether a statement of the running call may have changed something: every one that is no plain SELECT."""
+class _Watch:
+    """Notes statements of SQLAlchemy that may change something: every one that is no plain SELECT."""
 
     def __init__(self) -> None:
-        self.any = False
         self._is_watching = False
 
-    def watch(self, db: sa.Connection) -> None:
+    def begin(self, db: sa.Connection) -> None:
         """Look at the statements of a connection, and of all later ones: to watch each anew takes longer."""
         if not self._is_watching:
             self._is_watching = True
-            sa.event.listen(db.engine, "before_cursor_execute", self._note)
+            sa.event.listen(db.engine, "before_cursor_execute", self._look)
 
-    def _note(self, _db: object, _cursor: object, statement: str, *_: object) -> None:
+    def _look(self, db: sa.Connection, _cursor: object, statement: str, *_: object) -> None:
         if not statement.startswith("SELECT"):
-            self.any = True
+            note_statement(db)
 
 
 class SharedTransactions:
@@ -152,7 +180,7 @@ class SharedTransactions:
         """Args: share: begins a transaction; run: runs one, again where its connection was lost, and translates what
         the database raises; threads_max: how many threads there are; only_read: no call changes anything."""
         self._share, self._run, self._threads = share, run, threads
-        self._only_read, self._changes = only_read, _Changes()
+        self._only_read, self._watch = only_read, _Watch()
         self._waiting: deque[_Call[Any]] = deque()
         self._turns_max, self._turns = threads_max, 0  # that are taken, or about to be
         self._lock = threading.Lock()
@@ -234,23 +262,23 @@ class SharedTransactions:
         """Run all calls in one transaction. Raises: _HalfChanged, and what the database raises."""
         ended: _Ended = []
         with self._share() as db:
-            changes = self._changes
-            if not self._only_read:  # then there is one thread
-                changes.watch(db)
+            if not self._only_read:
+                self._watch.begin(db)
+            notes = notes_of(db) or Notes({})
             for call in calls:
                 if savepoints:
                     db.exec_driver_sql("SAVEPOINT before_call")
-                changes.any = False
+                notes.has_changed = False
                 try:
                     ended.append((call, call.function(db), None))
                 except (sa.exc.SQLAlchemyError, DatabaseUnavailable):
                     raise
                 except Exception as error:  # the call's own
-                    if changes.any and not savepoints:
+                    if notes.has_changed and not savepoints:
                         raise _HalfChanged from error
-                    if changes.any:
+                    if notes.has_changed:
                         db.exec_driver_sql("ROLLBACK TO SAVEPOINT before_call")
-                        _forget_records(db)
+                        notes.forget()
                     ended.append((call, None, error))
                 if savepoints:
                     db.exec_driver_sql("RELEASE SAVEPOINT before_call")
@@ -270,12 +298,6 @@ class SharedTransactions:
 def _log_failure(future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         log.warning("what was deferred is not written: %s", error)
-
-
-def _forget_records(db: sa.Connection) -> None:
-    """Have every record be read that a transaction has noted: a part of it has been rolled back."""
-    changes = db.get_execution_options().get(CHANGES, {})
-    changes.update(dict.fromkeys(changes))
 
 
 def _resolve(ended: _Ended) -> None:
