@@ -31,9 +31,9 @@ from ray_support import Nodes, ray_nodes, ray_python  # noqa: E402
 from batchmill.datasets.orders import SealOrder  # noqa: E402
 from batchmill.datasets.sealing import seal  # noqa: E402
 from batchmill.executors.ray.executor import RayExecutor, RayWorker  # noqa: E402
-from batchmill.types import DatasetSpec, Lease, Limits, ModelSpec  # noqa: E402
+from batchmill.types import DatasetSpec, Lease, Limits, ModelSpec, SegmentPlace  # noqa: E402
 from batchmill.types.cluster import ClusterEntry  # noqa: E402
-from batchmill.wire.messages import Ack, Grant, Open, Ready, Record, RequestRows, Revoke, Start  # noqa: E402
+from batchmill.wire.messages import Grant, Open, Ready, Record, RequestRows, Revoke, Start  # noqa: E402
 from batchmill.wire.rows.forms import OpenAIForm  # noqa: E402
 
 NODES = 3
@@ -55,7 +55,7 @@ class Used:
 
 
 class Owner:
-    """Grants rows to every worker that asks, acknowledges commits, and counts messages."""
+    """Grants rows to every worker that asks, and counts messages and commits."""
 
     def __init__(self, executor: RayExecutor, opened: Open) -> None:
         self._executor, self._opened = executor, opened
@@ -71,11 +71,11 @@ class Owner:
                     self.ready += 1
                     self._send(worker, self._opened)
                     self._grant(worker)
-                case RequestRows():
-                    self._grant(worker)
-                case Record(commit):
-                    self.commits += 1
-                    self._send(worker, Ack(commit.lease, commit.seq, True, commit.ref))
+                case RequestRows(_, grants):
+                    for _ in range(grants):
+                        self._grant(worker)
+                case Record():
+                    self.commits += 1  # as an owner, it answers none that carries no blocks
 
     def _grant(self, worker: RayWorker) -> None:
         if self.grants:
@@ -102,7 +102,7 @@ def sealed(folder: Path, rows: int) -> Open:
     for name in ("dataset", "segments"):
         (folder / name).mkdir()
     seal(SealOrder(DatasetSpec([str(folder / "in.jsonl")])), folder / "dataset", lambda _: None)
-    return Open(JOB, "same", OpenAIForm(), str(folder / "dataset"), str(folder / "segments"))
+    return Open(JOB, "same", OpenAIForm(), str(folder / "dataset"), SegmentPlace(str(folder / "segments")))
 
 
 def processor_s(driver: int, nodes: Nodes) -> dict[str, float]:

@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,24 +33,24 @@ TOKENS_IN, TOKENS_OUT = 300, 32
 KINDS = ("function", "endpoint", "vllm")
 
 
-def variables(times: Path) -> dict[str, str]:
+def variables(times: Path, kinds: Sequence[str]) -> dict[str, str]:
     """Of both sides."""
-    return {**engine_environment(), "REQUEST_TIMES": str(times)}
+    return {**engine_environment(), "REQUEST_TIMES": str(times)} if "vllm" in kinds else {}
 
 
 class Side:
     """One of the two executors."""
 
-    def __init__(self, address: str | None, times: Path) -> None:
-        self._address, self._times = address, times
+    def __init__(self, address: str | None, times: Path, environment: dict[str, str]) -> None:
+        self._address, self._times, self._environment = address, times, environment
 
     def _run(self, folder: Path, *words: object) -> None:
         cluster = f'[cluster]\naddress = "{self._address}"\npython = "{ray_python()}"\nexecutor = "ray"\n'
         config = 'data_dir = "data"\n' + (f"{cluster}trusted_network = true\n" if self._address else "")
         (folder / "batchmill.toml").write_text(config)
         command = [harness.BATCHMILL, "run", *map(str, words), "-o", folder / "out.jsonl"]
-        environment = variables(self._times)
-        harness.run_whole([*command, "--config", folder / "batchmill.toml"], log=folder / "log", env=environment)
+        command += ["--config", folder / "batchmill.toml"]
+        harness.run_whole(command, log=folder / "log", env=self._environment)
 
     def function(self) -> float:
         source = harness.made_input(f"numbers-{FUNCTION_ROWS}.jsonl", write_numbers)
@@ -99,12 +99,13 @@ def main() -> None:
     """Run the pairs of each kind, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="vllm needs `make vllm`")
     arguments = parser.parse_args()
     with ExitStack() as stack:
         times = stack.enter_context(harness.work_folder()) / "times"
-        nodes = stack.enter_context(ray_nodes(2, environ=variables(times)))
-        local, ray = Side(None, times), Side(nodes.address, times)
+        environment = variables(times, arguments.kinds)
+        nodes = stack.enter_context(ray_nodes(2, environ=environment))
+        local, ray = Side(None, times, environment), Side(nodes.address, times, environment)
         for kind in arguments.kinds:
             sides: dict[str, Callable[[], float]] = {"Ray": getattr(ray, kind), "local": getattr(local, kind)}
             print(f"rows of {kind}", flush=True)

@@ -23,6 +23,7 @@ REFUSED = {
     '[cluster]\nexecutor = "dask"': "cluster.executor is \"ray\", not 'dask'",
     '[cluster]\nexecutor = "ray"\naddress = "ray://head:10001"': "Ray's client, which cannot stream",
     '[cluster]\nexecutor = "ray"\naddress = "head"': "\"HOST:6379\" of the head, not 'head'",
+    '[cluster]\nexecutor = "ray"\naddress = "head:65536"': "\"HOST:6379\" of the head, not 'head:65536'",
     '[cluster]\nexecutr = "ray"': "did you mean cluster.executor?",
     '[models.m]\nengine = "function"\nsource = "a.py:f"\ncpus = 2': "models.m.cpus has no effect on workers of this",
     '[models.m]\nengine = "function"\nsource = "a.py:f"\nresources = { spot = 1 }': "models.m.resources has no effect",

@@ -158,6 +158,22 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
     await executor.close()
 
 
+async def test_a_node_without_batchmill_is_named(tmp_path):
+    """A worker whose node cannot import batchmill fails at once, with the reason and the way out."""
+    package = tmp_path / "instead" / "batchmill"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('no batchmill is here')")
+    with ray_nodes(1, environ={"PYTHONPATH": str(package.parent)}) as nodes:
+        executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
+        start = Start("w", ModelSpec("double", "function", "app.py:double"), str(tmp_path / "home"))
+        worker = await executor.start(start)
+        failed = await ExecutorSuite.expect(worker, Failed)
+        assert failed.code == "node_not_set_up"
+        assert "ImportError: no batchmill is here; install the same version of Python and batchmill" in failed.message
+        assert await worker.wait() == 1
+        await executor.close()
+
+
 async def test_an_open_cluster_gets_no_secret(nodes, tmp_path):
     """Without token and TLS no secret leaves: neither with a worker's start nor afterwards."""
     (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")

@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 class Channel:
     """Keeps what the worker sends, and gives it what the test says."""
 
-    heartbeat_s = idle_heartbeat_s = commit_pace_s = 0.0
+    heartbeat_s = idle_heartbeat_s = commit_pace_s = fast_commit_pace_s = ahead_s = 0.0
     grants_max = 1
 
     def __init__(self) -> None:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 
-from batchmill.executors.ray.driver_flaws import find_flaw, silence_of
+from batchmill.executors.ray import driver_flaws
+from batchmill.executors.ray.driver_flaws import find_flaw, find_full_disk, silence_of
 
 PYTHON = "/opt/ray/bin/python"
 TRACEBACK = """Traceback (most recent call last):
   File "driver.py", line 23, in <module>
     import ray
     ^^^^^^^^^^
+"""
+VERSIONS = """RuntimeError: Version mismatch: The cluster was started with:
+    Ray: 2.48.0
+    Python: 3.12.1
+This process on node 10.0.0.1 was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+
 """
 
 
@@ -26,6 +36,8 @@ TRACEBACK = """Traceback (most recent call last):
          None, f"the interpreter {PYTHON} has no batchmill"),
         (TRACEBACK + "ConnectionError: Could not find any running Ray instance.\n", None,
          "ConnectionError: Could not find any running Ray instance."),
+        (TRACEBACK + VERSIONS, None,
+         "the cluster has Ray 2.48.0 and Python 3.12.1, the driver here Ray 2.60.0 and Python 3.11.7: "),
         ("", FileNotFoundError(2, "No such file or directory", PYTHON),
          f"cluster.python: {PYTHON} cannot be run: No such file or directory"),
         ("", ConnectionResetError(104, "reset"), "[Errno 104] reset"),
@@ -38,6 +50,14 @@ def test_why_a_driver_has_ended(tmp_path: Path, text: str | None, error: OSError
     if text is not None:
         log.write_text(text)
     assert find_flaw(log, PYTHON, error).startswith(flaw) and "^^^" not in find_flaw(log, PYTHON, error)
+
+
+def test_a_disk_without_room_for_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's folder is looked at before a cluster is started: Ray would wait for half a minute, and name a file."""
+    environ = {"RAY_TMPDIR": str(tmp_path / "ray" / "new"), "TMPDIR": "/"}
+    assert find_full_disk(environ) == find_full_disk({}) == ""
+    monkeypatch.setattr(driver_flaws, "FREE_BYTES_MIN", shutil.disk_usage(tmp_path).total + 1)
+    assert find_full_disk(environ).startswith(f"the disk of Ray's folder {tmp_path / 'ray' / 'new'} is full: make room")
 
 
 async def test_an_address_at_which_nobody_is() -> None:

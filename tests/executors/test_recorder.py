@@ -15,6 +15,7 @@ from batchmill.executors import recorder as recording
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.executors.row_rate import MEASURE_S
 from batchmill.models import redaction
 from batchmill.ports import SegmentSink
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
@@ -46,7 +47,7 @@ def job(tmp_path):
 class Desk:
     """Collects what a worker would send to its owner."""
 
-    def __init__(self, job: OpenJob, tmp_path, until_owned=None, pace_s=0.0, grants_max=1) -> None:
+    def __init__(self, job: OpenJob, tmp_path, until_owned=None, pace_s=0.0, grants_max=1, ahead_s=0.0) -> None:
         self.is_busy = True
         self.job, self.wants, self.commits, self.changed, self.broken, self.refused = job, 0, [], [], [], []
         changed = self.changed
@@ -56,6 +57,7 @@ class Desk:
             broken=self.broken.append,
             suspect=tmp_path / "suspect",
             grants_max=grants_max,
+            ahead_s=ahead_s,
         )
         self.recorder = Recorder(
             commit=self.commits.append,
@@ -64,8 +66,7 @@ class Desk:
             broken=self.broken.append,
             refused=lambda held, error: self.refused.append(error),
             until_owned=until_owned,
-            pace_s=pace_s,
-            is_paced=lambda rows: self.is_busy and rows < 20,
+            pace_s=lambda rows: pace_s if self.is_busy and rows < 20 else 0.0,
         )
 
     def _want(self, job: str, grants: int) -> None:
@@ -324,3 +325,22 @@ async def test_asks_for_as_many_grants_as_there_is_room_for(job, tmp_path):
     lease_host.grant(0, Grant(lease(0), 0, 0, 4))
     assert lease_host.wants == 4 + 1
     waiting.cancel()
+
+
+async def test_asks_for_rows_that_last_until_the_next_message(job, tmp_path):
+    """Where the way of a grant takes longer than its rows, so many are requested together as last for some time, and
+    before the last one has begun; not beside another job.
+    """
+    lease_host, now_s = Desk(job, tmp_path, grants_max=8, ahead_s=1.0), 0.0
+    lease_host.feed._time = lambda: now_s
+    for shard in range(2):
+        lease_host.grant(shard, Grant(lease(shard), 0, 4 * shard, 4, position=4 * shard, row=4 * shard))
+    for _ in range(2):
+        await lease_host.feed.take(4)
+        now_s += MEASURE_S
+    assert lease_host.wants == 2  # one with each: that 80 rows are taken a second is known only now
+    lease_host.grant(2, Grant(lease(2), 0, 8, 20, position=8, row=8))
+    assert lease_host.wants == 2 + 4
+    lease_host.job = structs.replace(job, id="other")
+    lease_host.grant(0, Grant(lease(0), 0, 0, 4))
+    assert lease_host.wants == 6 + 1

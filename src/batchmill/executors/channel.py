@@ -40,7 +40,9 @@ class WorkerChannel(Protocol):
     heartbeat_s: float  # statistics that change are sent no more often
     idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
     commit_pace_s: float  # the time between two commits of a worker whose rows are slow
+    fast_commit_pace_s: float  # the same of one whose rows end by thousands
     grants_max: int  # that are requested in one message
+    ahead_s: float  # rows are requested that last so long; 0: one grant
     is_on_node: bool  # the owner does not see the files that the worker writes
 
     def send(self, message: Struct) -> None: ...
@@ -61,7 +63,7 @@ class Channel(asyncio.BufferedProtocol):
     """
 
     is_on_node = False
-    heartbeat_s = idle_heartbeat_s = commit_pace_s = 0.0  # messages cost next to nothing here
+    heartbeat_s = idle_heartbeat_s = commit_pace_s = fast_commit_pace_s = ahead_s = 0.0  # messages cost nearly nothing
     grants_max = 1
 
     def __init__(self, memory: MemoryPair, *, has_joined: bool = False) -> None:

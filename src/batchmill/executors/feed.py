@@ -19,6 +19,7 @@ from batchmill.executors.asked_again import RowsAskedAgain
 from batchmill.executors.fair_queue import FairQueue, JobQueue
 from batchmill.executors.leases import Allowance, Held
 from batchmill.executors.read_ahead import Block, ReadAhead, line_end, rows_of
+from batchmill.executors.row_rate import RowRate
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
 from batchmill.types.connectors import RemoteJob
@@ -95,6 +96,7 @@ class _JobLane(JobQueue, eq=False):
     """The waiting grants of one job, in the order of arrival."""
 
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
+    rate: RowRate = msgspec.field(default_factory=RowRate)
     pending: int = 0  # rows granted and not yet taken
     requested: int = 0  # grants that are on their way, as far as we know
     grant_rows: int = 1  # of the last grant
@@ -115,12 +117,14 @@ class GrantFeed:
         suspect: Path,
         may_begin: Callable[[], bool] = lambda: True,
         grants_max: int = 1,
+        ahead_s: float = 0.0,
     ) -> None:
         """Args:
         may_begin: while it returns False, no row is taken; `wake` is called when that changes.
         grants_max: that are requested at once, where the engine has room for several.
+        ahead_s: rows for so long are requested, where one grant is fewer.
         """
-        self._may_begin, self._grants_max = may_begin, grants_max
+        self._may_begin, self._grants_max, self._ahead_s = may_begin, grants_max, ahead_s
         self._room = 0  # rows that the engine would have taken, too, when it took some last
         self._want, self._failed, self._broken = want, failed, broken
         self._time = asyncio.get_running_loop().time
@@ -437,6 +441,7 @@ class GrantFeed:
                 block = rows_of(block, 0, line_end(block.lines, 0, count), 0, count)
         queued.next = first + len(block)
         lane.pending -= len(block)
+        lane.rate.count(len(block), self._time())
         if queued.ahead is not None:
             queued.ahead = queued.ahead.without(len(block))
         if queued.next == len(queued.numbers):
@@ -556,8 +561,10 @@ class GrantFeed:
     def _ask(self, lane: _JobLane) -> None:
         """Request another grant if the job's rows may run out before it arrives; more, if no other job is here."""
         ahead = len(lane.queue[-1].numbers) if lane.queue else 0
-        if not self._ended and not lane.requested and lane.pending < max(ahead, 1) + 1:
-            fitting = max(0, self._room - lane.pending) // lane.grant_rows if len(self._lanes) == 1 else 0
+        soon = lane.rate.rows_in(self._ahead_s) if len(self._lanes) == 1 else 0
+        if not self._ended and not lane.requested and lane.pending < max(ahead, soon // 2, 1) + 1:
+            room = max(self._room, soon) if len(self._lanes) == 1 else 0
+            fitting = max(0, room - lane.pending) // lane.grant_rows
             lane.requested = min(1 + fitting, self._grants_max)
             self._want(lane.job, lane.requested)
 

@@ -114,18 +114,16 @@ class Recorder:
         spent: Callable[[Held, list[Outcome]], None],
         broken: Callable[[OSError], None],
         refused: Callable[[Held, JobPaused], None],
-        pace_s: float = 0.0,
-        is_paced: Callable[[int], bool] = lambda _: True,
+        pace_s: Callable[[int], float] = lambda _: 0.0,
         until_owned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Args:
         refused: the store did not take the blocks of a lease; they are in its segment.
-        pace_s: the time between two commits, unless COMMIT_BYTES have been written: an object costs money.
-        is_paced: whether commits wait for `pace_s` while so many rows wait.
+        pace_s: the time between two commits while so many rows wait, unless COMMIT_BYTES have been written: an object
+            costs money.
         until_owned: waits until objects may be put; None: none are put.
         """
         self._refused, self._pace_s, self._until_owned = refused, pace_s, until_owned
-        self._is_paced = is_paced
         self._commit, self._settled, self._spent, self._broken = commit, settled, spent, broken
         self._loop = asyncio.get_running_loop()
         self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
@@ -343,10 +341,8 @@ class Recorder:
     @property
     def _pause_s(self) -> float:
         """The least time between two commits: what commits carry need not wait for the disk."""
-        if not self._is_paced(self._written_rows):
-            return 0.0
         delays = [held.job.segment.commit_delay_s for held in self._written.values()]
-        return min(self._pace_s, max(delays, default=0.0))
+        return min(self._pace_s(self._written_rows), max(delays, default=0.0))
 
     async def sync(self) -> None:
         """Bring everything written so far to the disk and to the owner."""

@@ -24,7 +24,7 @@ from batchmill.datasets.folders import MemoryFolder
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.engines import import_engine, load_engine
-from batchmill.errors import BatchmillError, JobPaused, to_storage_error
+from batchmill.errors import BatchmillError, JobPaused
 from batchmill.executors.channel import WorkerChannel, open_channel
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
@@ -32,7 +32,7 @@ from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.executors.validators.validators import Validators
-from batchmill.function_runtime.frames import keep_freed_memory
+from batchmill.executors.worker_process import as_failure, failed_start, lower_priority, set_up_memory, take_start
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
 from batchmill.object_store.credentials import has_credentials, joined
@@ -81,10 +81,8 @@ if TYPE_CHECKING:
     from batchmill.store.segments.objects import ObjectSegments
 
 COMMIT_PACE_S = 1.0  # of a worker that puts objects: a commit is an object, which costs money
-KEPT_BYTES = 32 * 1024 * 1024  # of freed memory
 HEARTBEAT_S = 0.5
-SLOW_ROWS = 1024  # that end between two commits: where more do, a message costs little for each
-NICENESS = 5
+SLOW_ROWS = 1024  # that end between two commits: rows that end faster are fast ones
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # a retry fails in the same way
 ACKNOWLEDGE_S = 5.0  # for the owner to decide on the last commits; what it has not is written to a file
@@ -121,12 +119,12 @@ class Worker:
             suspect=self._home / f"{self._name}.suspect",
             may_begin=lambda: self._term.is_valid,
             grants_max=1 if start.model.is_handed_over else channel.grants_max,
+            ahead_s=0.0 if start.model.is_handed_over else channel.ahead_s,
         )
         self._objects = _open_objects(start.provision.storage, self._term)
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
-            refused=self.fail, pace_s=channel.commit_pace_s if self._objects is None else COMMIT_PACE_S,
-            is_paced=self._is_slow if self._objects is None else lambda _: True,
+            refused=self.fail, pace_s=self._commit_pace_s,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
         checks = ReplyChecks(
@@ -157,7 +155,7 @@ class Worker:
             if isinstance(error, OSError):
                 self._storage_failed(error)
             else:
-                self._fail(_failure(error, "the worker"), PauseReason.ENGINE_FAILED)
+                self._fail(as_failure(error, "the worker"), PauseReason.ENGINE_FAILED)
         if not working.done():
             # The owner died, or this worker cannot continue: write finished outcomes for the next owner.
             self._recorder.flush()
@@ -200,7 +198,7 @@ class Worker:
         except BatchmillError as error:
             self._fail(error, PauseReason.ENGINE_FAILED)
         except Exception as error:  # a bug of the engine: the owner must get the error before this process ends
-            failure = _failure(error, f"the {self._model.engine} engine")
+            failure = as_failure(error, f"the {self._model.engine} engine")
             self._fail(failure, failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED)
         await self._validators.finish()
         self._recorder.flush()
@@ -447,14 +445,17 @@ class Worker:
         if held is not None and (held.job.revoked or held.is_left):
             asyncio.get_running_loop().call_soon(self._release_left)
 
-    def _is_slow(self, rows: int) -> bool:
-        """Whether rows that have ended can wait for others: there are others, and they do not end by thousands."""
-        return rows < SLOW_ROWS and any(held.undone for held in self._held.values())
+    def _commit_pace_s(self, rows: int) -> float:
+        """How long so many rows that have ended can wait for others to be committed with. The last ones do not wait."""
+        if self._objects is not None:
+            return COMMIT_PACE_S
+        pace_s = self._channel.commit_pace_s if rows < SLOW_ROWS else self._channel.fast_commit_pace_s
+        return pace_s if any(held.undone for held in self._held.values()) else 0.0
 
     async def _beat(self) -> None:
         if not self._term.is_valid:  # it begins nothing before the reply
             self._send(Heartbeat(self._engine.stats(), now_s()))
-        sent, sent_at = None, 0.0
+        sent, sent_at, counted_at = None, 0.0, 0.0
         while True:
             await asyncio.sleep(
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
@@ -468,7 +469,9 @@ class Worker:
             for job in self._jobs.values():
                 if job.allowance is not None:
                     job.allowance.return_unused()
-            self._calling.beat()
+            if now - counted_at >= self._heartbeat_s:
+                self._calling.beat()
+                counted_at = now
             self._release_left()
 
     def _input_failed(self, job_id: str, error: JobPaused) -> None:
@@ -509,24 +512,6 @@ def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | 
     return require("batchmill.store.segments.objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
 
 
-def _failure(error: BaseException, who: str) -> BatchmillError:
-    """A bug as an error for the owner; the traceback goes to the worker's log."""
-    redaction.print_exception(error)
-    if isinstance(error, OSError) and (storage_error := to_storage_error(error)) is not None:
-        return storage_error
-    return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
-
-
-def lower_priority() -> None:
-    """Run at a lower priority than the owner, which schedules and commits for all.
-
-    If the kernel groups processes by session, as on most desktops, the priority of the group counts.
-    """
-    os.nice(NICENESS)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(NICENESS))
-
-
 async def _prepare(engine: str) -> Prepared | None:
     """Import an engine, and start what does not depend on the model; None: nothing, or what failed fails again."""
     with contextlib.suppress(Exception):  # whatever an engine's packages raise: its start reports it to the owner
@@ -538,20 +523,6 @@ async def _prepare(engine: str) -> Prepared | None:
     return None
 
 
-def prepare_process(start: Start) -> None:
-    """Make this process the worker's own: secrets that logs hide, and its number."""
-    secrets.take(start.provision)
-    redaction.guard_logs()
-    os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
-
-
-def failed_start(error: Exception, who: str) -> Failed:
-    """Why a worker cannot be created, for its owner."""
-    failure = error if isinstance(error, BatchmillError) else _failure(error, who)
-    reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
-    return Failed(failure.code, redaction.mask(failure.message), reason)
-
-
 async def main(engine: str, fd: int, *memory_fds: int) -> int:
     """Serve the owner on socket `fd` until the work ends.
 
@@ -559,7 +530,7 @@ async def main(engine: str, fd: int, *memory_fds: int) -> int:
         engine: the engine of its `Start`.
         memory_fds: of the memory that both share.
     """
-    keep_freed_memory(KEPT_BYTES)
+    set_up_memory()
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     memory = MemoryPair()
     memory.join(memory_fds, memoryview)
@@ -572,7 +543,7 @@ async def main(engine: str, fd: int, *memory_fds: int) -> int:
         return 0
     start = messages.to_worker.decode(received[0])
     assert isinstance(start, Start)
-    prepare_process(start)
+    take_start(start)
     try:
         traits = start.model.traits
         if start.model.limits.memory_bytes is not None and not traits.limits_memory:

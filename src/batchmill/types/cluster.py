@@ -9,7 +9,8 @@ from msgspec import Struct
 from batchmill.errors import InvalidConfig
 
 EXECUTORS = ("ray",)
-_ADDRESS = re.compile(r"auto|local|[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
+_ADDRESS = re.compile(r"auto|local|[A-Za-z0-9_.\-\[\]:]+:(?P<port>\d{1,5})", re.ASCII)
+PORT_MAX = 65_535
 SHOWN_CHARS = 80
 
 
@@ -38,7 +39,8 @@ class ClusterEntry(Struct, frozen=True):
                 f"cluster.address: {self.address[:SHOWN_CHARS]!r} is an address of Ray's client, which cannot stream; "
                 'give "HOST:6379" of the head instead'
             )
-        if not _ADDRESS.fullmatch(self.address):
+        found = _ADDRESS.fullmatch(self.address)
+        if found is None or int(found["port"] or 0) > PORT_MAX:
             raise InvalidConfig(
                 f'cluster.address is "auto", "local" or "HOST:6379" of the head, not {self.address[:SHOWN_CHARS]!r}'
             )

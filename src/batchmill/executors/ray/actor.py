@@ -21,7 +21,8 @@ from batchmill.executors.ray.frames import EXITED, LOST, WorkerOrder, join, orde
 from batchmill.executors.ray.node_channel import NodeChannel
 from batchmill.executors.ray.node_files import NodeFiles
 from batchmill.executors.ray.node_process import forget_threads, lead_session, on_first_sigterm
-from batchmill.executors.worker import Worker, failed_start, lower_priority, prepare_process
+from batchmill.executors.worker import Worker
+from batchmill.executors.worker_process import failed_start, lower_priority, set_up_memory, take_start
 from batchmill.models import devices
 from batchmill.types import ModelSpec
 from batchmill.wire import messages
@@ -108,7 +109,8 @@ async def _make_worker(order: WorkerOrder, channel: ActorChannel, files: NodeFil
     start = messages.to_worker.decode(order.start)
     assert isinstance(start, Start)
     _enter_node(order, start.model, Path(order.log) if files is None else files.home / f"{start.worker}.log")
-    prepare_process(start)
+    set_up_memory()
+    take_start(start)
     if files is not None:
         assert order.node is not None
         start = await files.start(start, order.node.files)

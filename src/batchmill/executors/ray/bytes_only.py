@@ -30,11 +30,13 @@ class ActorFailed(RayError):
     Args:
         kind: a name of Ray's ErrorType, or "NOT_BYTES" for a result that was refused.
         is_lost: its node went away.
+        is_of_setup: its actor could not be made: its class was not imported, or raised.
     """
 
-    def __init__(self, kind: str, why: str = "", *, is_lost: bool = False) -> None:
+    def __init__(self, kind: str, why: str = "", *, is_lost: bool = False, is_of_setup: bool = False) -> None:
         super().__init__(f"{kind}: {why}" if why else kind)
-        self.kind, self.is_lost = kind, is_lost or kind in LOST
+        self.kind, self.is_lost, self.is_of_setup = kind, is_lost or kind in LOST, is_of_setup
+        self.last_line = next((line for line in reversed(why.splitlines()) if line.strip()), kind)
 
 
 @contextlib.contextmanager
@@ -61,29 +63,30 @@ def _deserialize(self: Any, data: Any, metadata: bytes, object_ref: Any, out_of_
         name = ErrorType.Name(int(kind))
     except ValueError:
         return ActorFailed("NOT_BYTES", "an actor returned something else than bytes, which was not read")
-    why, is_lost = _why(data)
-    return ActorFailed(name, why, is_lost=is_lost)
+    why, is_lost, is_of_setup = _why(data)
+    return ActorFailed(name, why, is_lost=is_lost, is_of_setup=is_of_setup)
 
 
-def _why(data: Any) -> tuple[str, bool]:
-    """What Ray's core says of an error, and whether a node died. An actor may forge it: nothing hangs on it but words
-    and whether the death counts against its model.
+def _why(data: Any) -> tuple[str, bool, bool]:
+    """What Ray's core says of an error, whether a node died, and whether the actor could not be made. An actor may
+    forge it: nothing hangs on it but words and whether the death counts against its model.
     """
     if not data:
-        return "", False
+        return "", False, False
     try:
         packed, _ = split_buffer(data)
         info = RayErrorInfo()
         info.ParseFromString(MessagePackSerializer.loads(packed, _refuse))
     except Exception:  # it is not what Ray's core writes: an actor has made it
-        return "", False
+        return "", False, False
     died = info.actor_died_error
     context, creation = died.actor_died_error_context, died.creation_task_failure_context
     texts = (
         info.error_message, context.error_message, creation.formatted_exception_string,
         died.runtime_env_failed_context.error_message, died.oom_context.error_message,
     )  # fmt: skip
-    return next(filter(None, texts), "")[-WHY_CHARS:], context.reason == NODE_DIED
+    is_of_setup = died.HasField("creation_task_failure_context")
+    return next(filter(None, texts), "")[-WHY_CHARS:], context.reason == NODE_DIED, is_of_setup
 
 
 def _refuse(index: int) -> object:

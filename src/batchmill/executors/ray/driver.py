@@ -28,6 +28,7 @@ from batchmill import __version__
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.actor import HostedWorker, sees
 from batchmill.executors.ray.bytes_only import ActorFailed, install, verify
+from batchmill.executors.ray.driver_flaws import find_full_disk
 from batchmill.executors.ray.frames import (
     BEAT_S,
     EXITED,
@@ -213,6 +214,8 @@ class Driver:
                 exited = Exited(worker.number, KILLED)
             elif worker.is_cut_off:
                 exited = Exited(worker.number, LOST, True, "messages for it did not arrive")
+            elif error.is_of_setup and not worker.node:
+                exited = Exited(worker.number, 1, why=str(error), setup_flaw=error.last_line)
             else:
                 is_lost = error.is_lost or (worker.node != "" and not await self._is_alive(worker.node))
                 exited = Exited(worker.number, LOST if is_lost else KILLED, is_lost, str(error))
@@ -380,6 +383,8 @@ def _connect(order: Connect) -> Connected:
     common = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
     is_local = order.address == "local"
     if is_local:
+        if flaw := find_full_disk(os.environ):
+            sys.exit(flaw)
         ray.init(
             address="local", num_cpus=order.cpus, object_store_memory=LOCAL_STORE_BYTES, _node_ip_address="127.0.0.1",
             **common,

@@ -64,6 +64,10 @@ COLLECTED_AT_ONCE = 16  # dead workers
 UNSENT_BYTES = 256 * 1024 * 1024  # of all workers, that the driver has not read; then it is replaced
 SILENT_BEATS = 15  # that the driver leaves out; then it is replaced
 DRIVER_VARIABLES = (*MACHINE, "RAY_*", "CUDA_VISIBLE_DEVICES")
+NO_SETUP = (
+    "a node of the cluster cannot run batchmill's workers: {}; install the same version of Python and batchmill[ray] "
+    "on every node as here ({}): `batchmill doctor` compares them"
+)
 OPEN_FUNCTIONS = (
     'functions of projects run on the nodes of a cluster only isolated: set functions.isolate = "bubblewrap"'
 )
@@ -399,6 +403,9 @@ class RayExecutor:
                 if (worker := self._workers.get(number)) is not None:
                     if why:
                         self.note(worker, why)
+                    if event.setup_flaw:
+                        text = NO_SETUP.format(event.setup_flaw, __version__)
+                        worker.fail(Failed("node_not_set_up", text, PauseReason.ENGINE_FAILED))
                     self._end(worker, event)
             case Collected(number):
                 if (future := self._collections.get(number)) is not None and not future.done():

@@ -202,6 +202,7 @@ class Exited(Struct, frozen=True, tag="exited"):
     is_lost: bool = False
     why: str = ""
     node: str = ""  # id
+    setup_flaw: str = ""  # its node cannot make an actor of batchmill's: it has none, or another one
 
 
 class Collected(Struct, frozen=True, tag="collected"):
