@@ -14,9 +14,12 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.types import DatasetSpec, JobOrder, JobView, LiveHead, LiveRequest, ModelSpec, Policy
 
 LARGE_ROWS, SMALL_ROWS = 100_000, 10
+URGENT_ROWS, URGENT = 200, 1_000_000  # the first number of an urgent job's rows
 CODE = """
 import time
+calls = open({calls!r}, "a", buffering=1)
 def slow(n):
+    print(n, file=calls)
     time.sleep(0.01)
     return n
 """
@@ -27,7 +30,8 @@ class Shop:
 
     def __init__(self, folder) -> None:
         self.folder = folder
-        (folder / "app.py").write_text(CODE)
+        self._calls = folder / "calls"
+        (folder / "app.py").write_text(CODE.format(calls=str(self._calls)))
         data = folder / "data"
         data.mkdir()
         self.service = job_service(
@@ -39,9 +43,9 @@ class Shop:
         )
         self.model = ModelSpec("slow", "function", f"{folder / 'app.py'}:slow")
 
-    async def submit(self, name: str, rows: int, **more) -> str:
+    async def submit(self, name: str, rows: int, first: int = 0, **more) -> str:
         row = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"n":%d}}\n'
-        (self.folder / f"{name}.jsonl").write_text("".join(row % (n, n) for n in range(rows)))
+        (self.folder / f"{name}.jsonl").write_text("".join(row % (n, n) for n in range(first, first + rows)))
         dataset = DatasetSpec([str(self.folder / f"{name}.jsonl")])
         return (await self.service.submit(JobOrder(dataset, [self.model], **more))).id
 
@@ -54,6 +58,10 @@ class Shop:
 
     async def end_of(self, job_id: str) -> JobView:
         return [view async for view in self.service.watch(job_id, 0.02)][-1]
+
+    def calls(self) -> list[int]:
+        """The numbers of all rows, in the order in which they were run."""
+        return [int(line) for line in self._calls.read_text().splitlines()]
 
     async def rows_of(self, job_id: str) -> int:
         return (await self.service.show(job_id)).rows_ok
@@ -93,11 +101,12 @@ async def test_a_higher_priority_goes_first(shop):
     """A job of a higher priority has all the worker's rows from then on, until it is through."""
     large = await shop.submit("large", LARGE_ROWS)
     await shop.wait_for(large, 1)
-    urgent = await shop.submit("urgent", 200, policy=Policy(priority=1))
-    await shop.wait_for(urgent, 1)
-    before = await shop.rows_of(large)
+    urgent = await shop.submit("urgent", URGENT_ROWS, URGENT, policy=Policy(priority=1))
     await shop.end_of(urgent)
-    assert await shop.rows_of(large) - before < 100
+    is_urgent = [number >= URGENT for number in shop.calls()]
+    assert sum(is_urgent) == URGENT_ROWS
+    first, last = is_urgent.index(True), len(is_urgent) - is_urgent[::-1].index(True)
+    assert last - first - URGENT_ROWS < 100, "rows of the large job that were run in between"
 
 
 async def test_a_live_request_goes_past_the_rows(shop):
