@@ -178,7 +178,7 @@ def test_the_source_is_for_python_3_9():
 
     import batchmill.function_runtime
 
-    for path in Path(batchmill.function_runtime.__file__).parent.glob("*.py"):
+    for path in Path(batchmill.function_runtime.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(), str(path), feature_version=(3, 9))
         assert path.name == "__init__.py" or "annotations" in ast.dump(tree.body[1])
         for node in ast.walk(tree):

@@ -1,6 +1,6 @@
 """Reads Parquet: every record becomes a JSON object that keeps values exactly where JSON can.
 
-See `function_runtime.arrow_values` for the JSON value of each type.
+See `function_runtime.arrow.values` for the JSON value of each type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchmill.datasets.inflate import Advance
 from batchmill.datasets.orders import RefusedRow
 from batchmill.datasets.sources import describe, open_file
 from batchmill.errors import InvalidDataset
-from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
+from batchmill.function_runtime.arrow.values import ArrowValues, UnsupportedType
 from batchmill.function_runtime.installed import installed
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec

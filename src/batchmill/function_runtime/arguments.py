@@ -10,7 +10,7 @@ import operator
 
 from . import installed as json_text
 from . import values as arrays
-from .arrow_rows import ARROW, ArrowWriter, array_of, items_of, lists_of, read_batch
+from .arrow.rows import ARROW, ArrowWriter, array_of, items_of, lists_of, read_batch
 from .installed import installed
 from .row_lines import LAYOUTS, read_lines, stages_of
 
@@ -41,8 +41,8 @@ class Parameters:
         self.is_dict = is_dict
         self.defaults = dict(defaults or {})
         self.keeps_ids = False  # the ids of rows matter to the function
-        self.takes_frame = ""  # what table of all columns a function of many rows takes: see arrow_rows
-        self.series = {}  # parameters that take a column in a form of its own -> which one: see arrow_rows
+        self.takes_frame = ""  # what table of all columns a function of many rows takes: see arrow.rows
+        self.series = {}  # parameters that take a column in a form of its own -> which one: see arrow.rows
         self.order = self.positional + sorted((self.names or self.required) - set(self.positional))
         last = [at for at, name in enumerate(self.positional) if name in self.required]
         self.fewest = last[-1] + 1 if last else 0  # positions that must be filled

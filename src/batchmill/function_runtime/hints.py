@@ -92,12 +92,12 @@ def is_frame(hint):
 
 
 def table_kind(hint):
-    """The kind of a hint for a table of all columns, as `arrow_rows` names it; "" for any other hint."""
+    """The kind of a hint for a table of all columns, as `arrow.rows` names it; "" for any other hint."""
     return _kind_of(hint, {"Table": "table", "RecordBatch": "batch"}, "DataFrame")
 
 
 def series_kind(hint):
-    """The kind of a hint for one column, as `arrow_rows` names it; "" for any other hint."""
+    """The kind of a hint for one column, as `arrow.rows` names it; "" for any other hint."""
     return _kind_of(hint, {"Array": "array", "ChunkedArray": "chunked"}, "Series")
 
 

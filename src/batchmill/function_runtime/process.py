@@ -15,7 +15,7 @@ import time
 import traceback
 
 from . import gpus, inferless_app, installed, marks, printing
-from .arrow_rows import is_arrow, is_available, items_of
+from .arrow.rows import is_arrow, is_available, items_of
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory
 from .kept_results import Unkept, text_of_result, texts_of
 from .loading import LoadError, run_user_code, text_of, trace_of

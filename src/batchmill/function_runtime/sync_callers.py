@@ -11,7 +11,7 @@ import time
 from . import gpus, printing
 from . import values as arrays
 from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
-from .arrow_rows import column_of_result, copied, frame_of, is_arrow, items_of, series_of
+from .arrow.rows import column_of_result, copied, frame_of, is_arrow, items_of, series_of
 from .batch_window import BatchWindow
 from .installed import loaded
 from .kept_results import ResultSerializer

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from batchmill.datasets.parquet_rows import compute
 from batchmill.engines.function.row_results import SHALLOW_BYTES_MAX, BlockResults, failed, rows_without
-from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
-from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
+from batchmill.function_runtime.arrow.rows import JSON, OUTPUT
+from batchmill.function_runtime.arrow.values import ArrowValues, UnsupportedType
 from batchmill.models import redaction
 from batchmill.types import ColumnBlock, ColumnResultBlock, Outcome, Row, Usage
 from batchmill.wire.calls import CallError

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import BatchmillError
-from batchmill.function_runtime.arrow_rows import ARROW
+from batchmill.function_runtime.arrow.rows import ARROW
 from batchmill.function_runtime.row_lines import OPENAI, TABLE
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Interface, Row, RowBlock, RowError

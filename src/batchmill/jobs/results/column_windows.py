@@ -14,8 +14,8 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets.column_rows import ColumnRows
 from batchmill.errors import LedgerBroken
-from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
-from batchmill.function_runtime.arrow_values import ArrowValues
+from batchmill.function_runtime.arrow.rows import JSON, OUTPUT
+from batchmill.function_runtime.arrow.values import ArrowValues
 from batchmill.jobs.results.parquet.result_parquet import ARROW_TYPES
 from batchmill.jobs.results.result_columns import ColumnKinds
 from batchmill.jobs.results.results import ColumnKind, GatherOrder

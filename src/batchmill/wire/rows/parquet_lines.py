@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Raw
 
-from batchmill.function_runtime.arrow_values import ArrowValues
+from batchmill.function_runtime.arrow.values import ArrowValues
 
 JSON_TEXT = {b"batchmill": b"json"}  # the metadata of a field whose values are JSON text
 

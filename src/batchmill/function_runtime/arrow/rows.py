@@ -1,6 +1,6 @@
 """Rows of a job that arrive as columns of an Arrow batch, and leave as a column of results. Needs pyarrow.
 
-Functions of single rows see the values that JSON has (`arrow_values`). Functions of many rows get what their hints say:
+Functions of single rows see the values that JSON has (`arrow.values`). Functions of many rows get what their hints say:
 numpy arrays, data frames, or Arrow itself; otherwise lists of those values. What a function gets is read-only.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import installed as json_text
-from .arrow_values import ArrowValues, UnsupportedType
-from .installed import installed, loaded
-from .kept_results import texts_of
-from .values import DTYPES
+from .. import installed as json_text
+from ..installed import installed, loaded
+from ..kept_results import texts_of
+from ..values import DTYPES
+from .values import ArrowValues, UnsupportedType
 
 ARROW = "arrow"  # the layout of an `ask`, and of its results
 OUTPUT, JSON = "output", "json"  # the column of results: typed values, or each one's JSON

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 
-from .installed import installed
+from ..installed import installed
 
 
 class UnsupportedType(Exception):

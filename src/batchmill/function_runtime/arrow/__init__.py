@@ -1,0 +1,1 @@
+"""Arrow batches of rows, and what of them is JSON. They need pyarrow."""
