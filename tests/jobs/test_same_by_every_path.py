@@ -49,7 +49,9 @@ INPUTS = {
     "another model": line(0) + b"\n" + line(1, model="unknown") + b"\n",
     "an argument too many": line(0) + b"\n" + line('2,"m":1', "x") + b"\n",
     "a number of many digits": line("3.000000000000000000001") + b"\n" + line(10**30, "big") + b"\n",
-    "as many lines as a short one has": b"\n".join(line(n % 2, f"r{n}") for n in range(packed.SHORT_ROWS_MAX - 150)),
+    "the most lines of a short one": b"{}\n" * packed.SHORT_ROWS_MAX,
+    "one line more": b"{}\n" * (packed.SHORT_ROWS_MAX + 1),
+    "many rows": b"\n".join(line(n % 2, f"r{n}") for n in range(150)),
     "numbers": b"1\n" * 40,
 }
 

@@ -155,7 +155,7 @@ def sync(path: Path) -> None:
 
 
 class MemoryFolder:
-    """A folder in memory: whoever wants to keep its `files` stores them.
+    """A folder in memory. Its `files` are lost unless the caller stores them.
 
     Args:
         path: what the folder is called in messages.

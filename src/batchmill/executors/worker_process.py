@@ -1,4 +1,4 @@
-"""What every worker's process does for itself, whoever starts it: its priority, its memory, and how its start fails."""
+"""What every worker does for its own process, here and on Ray: its priority, its memory, and how its start fails."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A copy is named by the BLAKE3 of its content, so a job has equal contents once. 
 with what the job needs for its rows.
 
 Files are shared by the jobs of a project: each has a further name below `media/PROJECT/`, which the next job with its
-content links. So the kernel counts the jobs that have a file, whoever is killed. Objects are not shared: they have one
+content links. So the kernel counts the jobs that have a file, even after a kill. Objects are not shared: they have one
 name each, and no record says which jobs name them.
 """
 

@@ -27,7 +27,7 @@ def refuse_beyond(
         way_out: what the caller can do: "delete some".
         where: which of its records count. It is the same for each use of a quota.
         adding: how many records will be inserted.
-        is_noted: whoever makes a record count notes it: see `note_added`.
+        is_noted: each record that begins to count is noted with `note_added`.
     """
     bounds = _bounds(db) if is_noted else {}
     bound = bounds.get((quota, project))

@@ -1,6 +1,6 @@
 """Small jobs: their dataset and plans lie in the database as one value, not as files of the data directory.
 
-Most are prepared in memory, and run without files. Whoever needs files of such a job unpacks them into a scratch
+Most are prepared in memory, and run without files. What needs files of such a job unpacks them into a scratch
 folder in memory, and the last one removes them. Their outcomes lie in the database too (`Commit.blocks`); only a worker
 whose owner has died writes a segment file.
 """

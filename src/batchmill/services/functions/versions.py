@@ -75,7 +75,7 @@ class ModelVersions:
         self._database, self._clock, self._directory, self._builder = database, clock, directory, builder
         self._quotas = quotas
         self._functions: dict[str, Function] = {}
-        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by function name, while somebody has it or waits
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by function name, while it is held or waited for
         self._warm, self._runs_openly = warm, runs_openly
 
     async def load(self) -> None:
