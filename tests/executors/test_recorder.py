@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 
 import pytest
 from msgspec import structs
@@ -42,6 +43,13 @@ def job(tmp_path):
     yield OpenJob("job_1", OpenAIForm(), rows, segment)
     segment.close()
     rows.close()
+
+
+@pytest.fixture
+def source(job):
+    """The segments that the job's worker has written."""
+    with closing(SegmentFolder(job.segment.folder)) as folder:
+        yield folder
 
 
 class Desk:
@@ -85,11 +93,11 @@ def lease(shard: int) -> Lease:
     return Lease("job_1", 0, shard, 1)
 
 
-def rows_of(job: OpenJob, commit: Commit) -> list[int]:
-    return [row for block in read_ref(SegmentFolder(job.segment.folder), commit.ref) for row in block.rows()]
+def rows_of(source: SegmentFolder, commit: Commit) -> list[int]:
+    return [row for block in read_ref(source, commit.ref) for row in block.rows()]
 
 
-async def test_every_outcome_is_committed_once(job, tmp_path):
+async def test_every_outcome_is_committed_once(job, source, tmp_path):
     """Rows of interleaved leases, ok and failed, out of order: each is in one commit of its own lease."""
     lease_host = Desk(job, tmp_path)
     numbers = [39, 20, 31, 25]
@@ -107,7 +115,7 @@ async def test_every_outcome_is_committed_once(job, tmp_path):
     for commit in lease_host.commits:
         positions = [p + (0, 20)[commit.lease.shard] for s, n in unpack_positions(commit.done) for p in range(s, s + n)]
         assert len(positions) == commit.rows_ok + commit.rows_failed == commit.usage.input_tokens
-        counted[commit.lease.shard] += rows_of(job, commit)
+        counted[commit.lease.shard] += rows_of(source, commit)
     assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
     assert sum(commit.errors.get("odd", 0) for commit in lease_host.commits) == 10 + 3
     assert all(lease_host.recorder.is_done_with(held) for held in granted)
@@ -136,7 +144,7 @@ async def test_leases_that_end_at_about_the_same_time(job, tmp_path):
     assert seen == [[0], [0], [0, 1, 2], [0, 1, 2, 3]]
 
 
-async def test_what_puts_objects_waits_for_its_owner(job, tmp_path):
+async def test_what_puts_objects_waits_for_its_owner(job, source, tmp_path):
     """While the owner may have been replaced, nothing is synced or committed; then everything is, at once."""
     owned = asyncio.Event()
     lease_host = Desk(job, tmp_path, owned.wait)
@@ -150,7 +158,7 @@ async def test_what_puts_objects_waits_for_its_owner(job, tmp_path):
     assert not syncing.done() and not lease_host.recorder.is_done_with(held)
     owned.set()
     await syncing
-    assert [rows_of(job, commit) for commit in lease_host.commits] == [list(range(20))]
+    assert [rows_of(source, commit) for commit in lease_host.commits] == [list(range(20))]
 
 
 def results_of(block: RowBlock, *, keep: slice = slice(None), text: bytes = b"{}") -> ResultBlock:
@@ -162,7 +170,7 @@ def results_of(block: RowBlock, *, keep: slice = slice(None), text: bytes = b"{}
 
 @pytest.mark.parametrize("keep", [slice(None), slice(0, None, 2)], ids=["all rows", "every second row"])
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["in order", "scattered"])
-async def test_blocks_of_results(job, tmp_path, monkeypatch, keep, is_scattered):
+async def test_blocks_of_results(job, source, tmp_path, monkeypatch, keep, is_scattered):
     """Lines that an engine has joined are committed once each, beside rows that failed, in blocks of a bounded size."""
     monkeypatch.setattr(recording, "BLOCK_ROWS", 8)
     monkeypatch.setattr(recording, "RUN_ROWS", 16)
@@ -183,7 +191,6 @@ async def test_blocks_of_results(job, tmp_path, monkeypatch, keep, is_scattered)
         lease_host.recorder.put([Outcome(row, error=RowError("odd", "an odd row")) for row in others])
     lease_host.recorder.flush()
     await lease_host.recorder.sync()
-    source = SegmentFolder(job.segment.folder)
     blocks = [block for commit in lease_host.commits for block in read_ref(source, commit.ref)]
     assert sorted(row for block in blocks for row in block.rows()) == sorted(numbers)
     assert sum(commit.rows_ok for commit in lease_host.commits) == len(done.numbers)
@@ -198,7 +205,7 @@ async def test_blocks_of_results(job, tmp_path, monkeypatch, keep, is_scattered)
     assert lease_host.recorder.is_done_with(held)
 
 
-async def test_blocks_hold_no_secret(job, tmp_path, monkeypatch):
+async def test_blocks_hold_no_secret(job, source, tmp_path, monkeypatch):
     """A secret in a result is masked in every line that is stored."""
     monkeypatch.setattr(redaction, "_known", redaction._LearntSecrets())
     redaction.learn("hunter2-and-more")
@@ -208,7 +215,6 @@ async def test_blocks_hold_no_secret(job, tmp_path, monkeypatch):
     lease_host.recorder.put_block(results_of(block, text=b'"hunter2-and-more"'))
     await lease_host.recorder.sync()
     (commit,) = lease_host.commits
-    source = SegmentFolder(job.segment.folder)
     (stored,) = read_ref(source, commit.ref)
     text = read_payload(source, stored)
     assert b"hunter2" not in text and text.count(b"\n") == commit.rows_ok == 3
@@ -225,14 +231,13 @@ async def test_blocks_of_a_lease_that_is_lost(job, tmp_path):
     assert lease_host.commits == [] and held.undone == 0
 
 
-async def test_lines_hold_the_rows_own_ids(job, tmp_path):
+async def test_lines_hold_the_rows_own_ids(job, source, tmp_path):
     """A block's lines are the finished output lines of its rows."""
     lease_host = Desk(job, tmp_path)
     lease_host.grant(0, Grant(lease(0), 0, 0, 2, row=7))
     lease_host.recorder.put([Outcome(row, b'{"x":1}') for row in await lease_host.feed.take(5)])
     await lease_host.recorder.sync()
     (commit,) = lease_host.commits
-    source = SegmentFolder(job.segment.folder)
     (block,) = read_ref(source, commit.ref)
     first, second = read_payload(source, block).splitlines()
     assert b'"custom_id":"r7"' in first and b'"custom_id":"r8"' in second

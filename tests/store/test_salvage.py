@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchmill.store.segments import format as segments
-from batchmill.store.segments.files import SegmentFile, SegmentFolder
+from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import Block, BlockMeta, BlockRows, Damage, SegmentHead, salvage
 
 
@@ -20,13 +20,13 @@ def write(folder, parts: list[list[int]]) -> tuple[SegmentFile, list]:
     return file, refs
 
 
-def test_damage_anywhere_costs_one_block(tmp_path):
+def test_damage_anywhere_costs_one_block(tmp_path, source):
     """Whatever byte of a block is damaged, the blocks before and behind it are found, and the damage is that block."""
     file, refs = write(tmp_path, [[0, 1], [7, 3], [4, 5]])
     data, middle = (tmp_path / file.name).read_bytes(), refs[1]
     for at in range(middle.offset, middle.offset + middle.length):
         (tmp_path / "bad.seg").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        first, damage, last = salvage(SegmentFolder(tmp_path), "bad.seg")
+        first, damage, last = salvage(source, "bad.seg")
         assert isinstance(first, Block) and isinstance(damage, Damage) and isinstance(last, Block)
         assert (first.offset, last.offset) == (refs[0].offset, refs[2].offset)
         assert (damage.offset, damage.length, damage.is_tail) == (middle.offset, middle.length, False)
@@ -34,18 +34,18 @@ def test_damage_anywhere_costs_one_block(tmp_path):
         assert damage.rows == (None if in_header else 2)
 
 
-def test_a_damaged_head_costs_no_block(tmp_path):
+def test_a_damaged_head_costs_no_block(tmp_path, source):
     """A segment whose own head is damaged still yields its blocks."""
     file, refs = write(tmp_path, [[0, 1], [2]])
     data = (tmp_path / file.name).read_bytes()
     (tmp_path / "bad.seg").write_bytes(b"x" + data[1:])
-    damage, *found = salvage(SegmentFolder(tmp_path), "bad.seg")
+    damage, *found = salvage(source, "bad.seg")
     assert isinstance(damage, Damage) and [block.offset for block in found] == [ref.offset for ref in refs]
-    assert segments.read_head(SegmentFolder(tmp_path), "bad.seg") is None
+    assert segments.read_head(source, "bad.seg") is None
 
 
 @pytest.mark.parametrize("search", [5, 61, 1024])
-def test_a_search_reads_a_little_at_a_time(tmp_path, monkeypatch, search):
+def test_a_search_reads_a_little_at_a_time(tmp_path, source, monkeypatch, search):
     """A block behind much garbage is found, wherever the pieces that are read end."""
     monkeypatch.setattr(segments, "SEARCH_BYTES", search)
     file, refs = write(tmp_path, [[0], [1]])
@@ -53,15 +53,15 @@ def test_a_search_reads_a_little_at_a_time(tmp_path, monkeypatch, search):
     cut = refs[1].offset
     garbage = b"BMBK, BMB and BM" * 40 + b"BMB"
     (tmp_path / "bad.seg").write_bytes(data[:cut] + garbage + data[cut:])
-    _, damage, last = salvage(SegmentFolder(tmp_path), "bad.seg")
+    _, damage, last = salvage(source, "bad.seg")
     assert (damage.offset, damage.length) == (cut, len(garbage))
     assert last.row == 1
 
 
-def test_a_torn_tail_is_told_from_damage(tmp_path):
+def test_a_torn_tail_is_told_from_damage(tmp_path, source):
     """A block that was being written when its writer died is the tail of the file."""
     file, refs = write(tmp_path, [[0], [1, 2]])
     data = (tmp_path / file.name).read_bytes()
     (tmp_path / "torn.seg").write_bytes(data[: refs[1].offset + refs[1].length - 3])
-    _, tail = salvage(SegmentFolder(tmp_path), "torn.seg")
+    _, tail = salvage(source, "torn.seg")
     assert isinstance(tail, Damage) and tail.is_tail and tail.rows is None

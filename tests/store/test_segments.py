@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -38,23 +39,25 @@ def test_round_trip(tmp_path_factory, parts):
     for rows in parts:
         file.append(block(rows, positions=[row + 100 for row in rows]))
     file.close()
-    found = list(segments.scan(SegmentFolder(folder), file.name))
-    assert [list(b.rows()) for b in found] == [list(rows) for rows in parts]
-    assert [list(b.positions()) for b in found] == [[row + 100 for row in rows] for rows in parts]
-    assert all(lines_of(SegmentFolder(folder), b) == [b'{"row":%d}\n' % row for row in b.rows()] for b in found)
-    assert all(b.meta.usage == Usage(1, 0, 2) and (b.shard, b.epoch) == (3, 2) for b in found)
-    assert segments.read_head(SegmentFolder(folder), file.name) == HEAD
+    with closing(SegmentFolder(folder)) as source:
+        found = list(segments.scan(source, file.name))
+        assert [list(b.rows()) for b in found] == [list(rows) for rows in parts]
+        assert [list(b.positions()) for b in found] == [[row + 100 for row in rows] for rows in parts]
+        assert all(lines_of(source, b) == [b'{"row":%d}\n' % row for row in b.rows()] for b in found)
+        assert all(b.meta.usage == Usage(1, 0, 2) and (b.shard, b.epoch) == (3, 2) for b in found)
+        assert segments.read_head(source, file.name) == HEAD
 
 
-def test_contiguous_rows_need_no_table(tmp_path):
+def test_contiguous_rows_need_no_table(tmp_path, source):
     """Rows that run on without a gap cost a header and no table."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block(list(range(5, 9))))
-    (found,) = segments.scan(SegmentFolder(tmp_path), file.name)
+    file.close()
+    (found,) = segments.scan(source, file.name)
     assert found.table is None and list(found.rows()) == [5, 6, 7, 8]
 
 
-def test_torn_tail_at_every_byte(tmp_path):
+def test_torn_tail_at_every_byte(tmp_path, source):
     """A segment cut anywhere in its last block still yields every block before it, and nothing of the torn one."""
     file = SegmentFile(tmp_path, HEAD)
     first = file.append(block([1, 2]))
@@ -63,10 +66,10 @@ def test_torn_tail_at_every_byte(tmp_path):
     data = (tmp_path / file.name).read_bytes()
     for cut in range(last.offset, last.offset + last.length):
         (tmp_path / "cut.seg").write_bytes(data[:cut])
-        assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), "cut.seg")] == [first.offset]
+        assert [b.offset for b in segments.scan(source, "cut.seg")] == [first.offset]
 
 
-def test_every_flipped_bit_is_seen(tmp_path):
+def test_every_flipped_bit_is_seen(tmp_path, source):
     """A single flipped bit in a committed range is an error and never a row."""
     file = SegmentFile(tmp_path, HEAD)
     ref = file.append(block([4, 2]))
@@ -75,27 +78,27 @@ def test_every_flipped_bit_is_seen(tmp_path):
     for at in range(ref.offset, ref.offset + ref.length):
         (tmp_path / "bad.seg").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(LedgerBroken):
-            segments.read_ref(SegmentFolder(tmp_path), SegmentRef("bad.seg", ref.offset, ref.length))
+            segments.read_ref(source, SegmentRef("bad.seg", ref.offset, ref.length))
 
 
-def test_zeros_after_the_end_are_no_block(tmp_path):
+def test_zeros_after_the_end_are_no_block(tmp_path, source):
     """A tail of zeros, as a power cut may leave it, is not a block."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block([1]))
     file.close()
     with open(tmp_path / file.name, "ab") as tail:
         tail.write(bytes(4096))
-    assert len(list(segments.scan(SegmentFolder(tmp_path), file.name))) == 1
+    assert len(list(segments.scan(source, file.name))) == 1
 
 
-def test_rolls_to_another_file(tmp_path, monkeypatch):
+def test_rolls_to_another_file(tmp_path, source, monkeypatch):
     """A full segment is followed by another, and both are synced."""
     monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 100)
     file = SegmentFile(tmp_path, HEAD)
     refs = [file.append(block([row])) for row in range(3)]
     file.sync()
     assert len({ref.segment for ref in refs}) > 1
-    assert [b.row for ref in refs for b in segments.read_ref(SegmentFolder(tmp_path), ref)] == [0, 1, 2]
+    assert [b.row for ref in refs for b in segments.read_ref(source, ref)] == [0, 1, 2]
     file.close()
 
 
@@ -118,7 +121,7 @@ def test_a_worker_never_writes_a_file_twice(tmp_path):
     assert len(list(tmp_path.glob("*.seg"))) == 2
 
 
-def test_disk_full_is_final(tmp_path, monkeypatch):
+def test_disk_full_is_final(tmp_path, source, monkeypatch):
     """A failed sync is reported, nothing can be appended after it, and what it left unsure is not found again."""
     file = SegmentFile(tmp_path, HEAD)
     kept = file.append(block([1]))
@@ -133,11 +136,11 @@ def test_disk_full_is_final(tmp_path, monkeypatch):
         file.sync()
     with pytest.raises(OSError, match="earlier"):
         file.append(block([3]))
-    assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), file.name)] == [kept.offset]
+    assert [b.offset for b in segments.scan(source, file.name)] == [kept.offset]
     file.close()
 
 
-def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path, monkeypatch):
+def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path, source, monkeypatch):
     """What is appended while a sync fails is dropped with the rest, or refused: blocks never stand in a file that has
     lost its head."""
     file = SegmentFile(tmp_path, HEAD)
@@ -166,13 +169,11 @@ def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path,
         patched.setattr(segment_files.os, "write", write)
         file.append(block([1]))
     failing.join()
-    assert (
-        segments.read_head(SegmentFolder(tmp_path), file.name) is not None or (tmp_path / file.name).stat().st_size == 0
-    )
+    assert segments.read_head(source, file.name) is not None or (tmp_path / file.name).stat().st_size == 0
     file.close()
 
 
-def test_a_failed_sync_of_a_full_file_keeps_what_was_synced(tmp_path, monkeypatch):
+def test_a_failed_sync_of_a_full_file_keeps_what_was_synced(tmp_path, source, monkeypatch):
     """A file that becomes full while its sync fails keeps what had reached the disk before, and nothing after it."""
     file = SegmentFile(tmp_path, HEAD)
     kept = file.append(block([0]))
@@ -188,7 +189,7 @@ def test_a_failed_sync_of_a_full_file_keeps_what_was_synced(tmp_path, monkeypatc
     with pytest.raises(OSError, match="Input/output"):
         file.sync()
     assert file.name != kept.segment
-    assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), kept.segment)] == [kept.offset]
+    assert [b.offset for b in segments.scan(source, kept.segment)] == [kept.offset]
     file.close()
 
 
@@ -217,20 +218,20 @@ HIDDEN = segments.BLOCK_MAGIC * 2 + b"\0" + segments.BLOCK_MAGIC + b"end\n"
 
 
 @pytest.mark.parametrize("rows", [[4, 5, 6], [9, 4, 6]])
-def test_columns_come_back_as_they_were(tmp_path, rows):
+def test_columns_come_back_as_they_were(tmp_path, source, rows):
     """A block of columns keeps bytes that look like the begin of a header, and has no lengths of lines."""
     file = SegmentFile(tmp_path, HEAD)
     payload = block([1, 2]) + HIDDEN
     data = segments.frame_columns(payload, rows, rows, generation=0, shard=3, epoch=2, meta=BlockMeta(Usage(1, 0, 2)))
     file.append(data)
     file.close()
-    (found,) = segments.scan(SegmentFolder(tmp_path), file.name)
+    (found,) = segments.scan(source, file.name)
     assert (found.is_columnar, found.ok, list(found.rows()), found.line_lengths()) == (True, True, rows, None)
     assert found.meta.usage == Usage(1, 0, 2)
-    assert segments.read_payload(SegmentFolder(tmp_path), found) == payload
+    assert segments.read_payload(source, found) == payload
 
 
-def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
+def test_columns_never_look_like_a_block_to_a_salvage(tmp_path, source):
     """A whole valid block inside a damaged block of columns is not found: user code may have written it there."""
     file = SegmentFile(tmp_path, HEAD)
     whole = block([7, 8])
@@ -242,7 +243,7 @@ def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
     at = data.index(segments.BLOCK_MAGIC)
     data[at : at + 8] = bytes(8)  # the header of the columns is gone
     path.write_bytes(data)
-    found = [each for each in segments.salvage(SegmentFolder(tmp_path), file.name) if isinstance(each, segments.Block)]
+    found = [each for each in segments.salvage(source, file.name) if isinstance(each, segments.Block)]
     assert [list(each.rows()) for each in found] == [[3]]
 
 
