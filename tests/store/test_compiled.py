@@ -91,12 +91,13 @@ async def test_an_in_takes_any_number_of_values(database: Database):
 
 
 async def test_changed_rows_are_counted(database: Database):
-    """Of one execution, and of many."""
+    """Of one execution, of many, and of none."""
     delete = CompiledStatement(used_links.delete().where(used_links.c.id == sa.bindparam("link")))
 
     def use(db: sa.Connection) -> None:
         assert INSERT_LINK.run_all(db, [LINK | {"id": each} for each in "abc"]) == 3
         assert (delete.run(db, {"link": "a"}), delete.run(db, {"link": "a"})) == (1, 0)
+        assert delete.run_all(db, []) == 0
         assert delete.run_all(db, [{"link": each} for each in "abc"]) == 2
 
     await database.write(use)
@@ -104,7 +105,7 @@ async def test_changed_rows_are_counted(database: Database):
 
 @pytest.mark.parametrize("many", [False, True])
 async def test_an_error_is_that_of_sqlalchemy(database: Database, many: bool):
-    """Its class, what the driver raised, and what people are told."""
+    """Its class, what the driver raised, and what people are shown."""
     await database.write(lambda db: INSERT_LINK.run(db, LINK))
 
     def repeat(db: sa.Connection) -> None:
@@ -114,9 +115,9 @@ async def test_an_error_is_that_of_sqlalchemy(database: Database, many: bool):
         assert "INSERT INTO used_links" in str(raised.value)
         raise raised.value
 
-    with pytest.raises(LedgerBroken) as told:
+    with pytest.raises(LedgerBroken) as shown:
         await database.write(repeat)
-    assert told.value.code == "database_failed" and "used_links" in told.value.message
+    assert shown.value.code == "database_failed" and "used_links" in shown.value.message
     assert await database.read(links_of) == ["one"]
 
 

@@ -41,6 +41,8 @@ class CompiledStatement:
 
     def run_all(self, db: sa.Connection, parameters: Sequence[Parameters]) -> int:
         """Execute it with each of the parameters. Returns the number of rows that were changed in all."""
+        if not parameters:
+            return 0  # PostgreSQL's driver would execute it once, without any
         return self._form(db).execute_all(db, parameters).rowcount
 
     def rows(self, db: sa.Connection, parameters: Parameters) -> list[tuple[Any, ...]]:
