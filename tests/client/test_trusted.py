@@ -24,7 +24,10 @@ def test_plain_http_reads_no_certificates() -> None:
         assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
 
 
-@pytest.mark.parametrize(("url", "proxy"), [("https://server", ""), ("http://server", "https://proxy:3128")])
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [("https://server", ""), ("http://server", "https://proxy:3128"), ("http://server", "HTTPS://proxy:3128")],
+)
 def test_where_tls_is_spoken_the_system_is_trusted(url: str, proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the server, or to a proxy."""
     if proxy:

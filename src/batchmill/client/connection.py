@@ -50,7 +50,7 @@ def trusted(base_url: str) -> ssl.SSLContext | bool:
     trusted then. A proxy may be reached by TLS.
     """
     is_plain = base_url.lower().startswith("http://")
-    has_tls_proxy = any(proxy.startswith("https://") for proxy in getproxies().values())
+    has_tls_proxy = any(proxy.lower().startswith("https://") for proxy in getproxies().values())
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain and not has_tls_proxy else True
 
 
