@@ -15,13 +15,15 @@ from batchmill.errors import BatchmillError
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 CODE = """
 def odd(n):
     if n % 3 == 1:
         raise ValueError(f"no {n}")
     return {"n": n, "text": "é" * n}
+def even(n):
+    return [n]
 """
 PATHS = {
     "loop": (packed.SHORT_BYTES_MAX, packed.INPUT_BYTES_MAX),
@@ -52,6 +54,16 @@ INPUTS = {
     "the most lines of a short one": b"{}\n" * packed.SHORT_ROWS_MAX,
     "one line more": b"{}\n" * (packed.SHORT_ROWS_MAX + 1),
     "many rows": b"\n".join(line(n % 2, f"r{n}") for n in range(150)),
+    "as long as a short one may be": line(0).ljust(packed.SHORT_BYTES_MAX),
+    "one byte longer": line(0).ljust(packed.SHORT_BYTES_MAX + 1),
+    "as many blank lines as a short one may have": line(0) + b"\n" * packed.SHORT_ROWS_MAX,
+    "one blank line more": line(0) + b"\n" * (packed.SHORT_ROWS_MAX + 1),
+    "two models": b"\n".join([line(0, "a", "even"), line(0, "b"), line(3, "c"), line(0, "d", "even"), line(0, "e")]),
+    "all rows equal": b"\n".join(line(0, f"r{n}") for n in range(50)),
+    "NUL": line(0, r"a\u0000b") + b"\n\x00\n" + line(1),
+    "half a surrogate pair": line(0, r"a\ud800") + b"\n" + line(1),
+    "a lone CR": line(0) + b"\r" + line(1),
+    "a field twice": b'{"custom_id":"a","custom_id":"b","method":"POST","url":"/v1/x","body":{"model":"odd","n":0}}',
     "numbers": b"1\n" * 40,
 }
 
@@ -79,11 +91,11 @@ def text_of(path: str | None, job_id: str) -> str | None:
     return re.sub(r"(batch_req|req|resp)_[0-9a-f-]+", r"\1", Path(path).read_text()).replace(job_id, "JOB")
 
 
-async def outcome(service: JobService, folder: Path, source: Path) -> dict[str, object]:
-    """All that a caller can see of a job, but for times and ids."""
-    spec = ModelSpec("odd", "function", f"{folder / 'app.py'}:odd", allowed=["odd"])
-    dataset = DatasetSpec([str(source)], format="openai")
-    order = JobOrder(dataset, [spec], origin={"frontend": "openai"}, default_model=False)
+async def outcome(service: JobService, folder: Path, source: Path, models: list[str]) -> dict[str, object]:
+    """All that a caller can see of a job, but for times and ids. Rows of several models are sorted and folded."""
+    specs = [ModelSpec(name, "function", f"{folder / 'app.py'}:{name}", allowed=[name]) for name in models]
+    dataset, policy = DatasetSpec([str(source)], format="openai"), Policy(dedupe=len(models) > 1)
+    order = JobOrder(dataset, specs, policy=policy, origin={"frontend": "openai"}, default_model=False)
     try:
         view = await end_of(service, (await service.submit(order)).id)
     except BatchmillError as error:
@@ -104,7 +116,8 @@ async def outcome(service: JobService, folder: Path, source: Path) -> dict[str, 
     return seen | {"output": text_of(view.output, view.id), "errors_output": text_of(view.errors_output, view.id)}
 
 
-async def test_every_path_gives_the_same(opened, tmp_path, monkeypatch):
+@pytest.mark.parametrize("models", [["odd"], ["odd", "even"]], ids=["in file order", "sorted and folded"])
+async def test_every_path_gives_the_same(opened, tmp_path, monkeypatch, models):
     """Whatever is odd about an input: its results, what is refused of it, and why, do not depend on its size."""
     found: dict[str, dict[str, dict[str, object]]] = {name: {} for name in INPUTS}
     for path, (short, small) in PATHS.items():
@@ -114,7 +127,7 @@ async def test_every_path_gives_the_same(opened, tmp_path, monkeypatch):
         for name, data in INPUTS.items():
             source = tmp_path / f"{name}.jsonl"
             source.write_bytes(data)
-            found[name][path] = await outcome(service, tmp_path, source)
+            found[name][path] = await outcome(service, tmp_path, source, models)
     folders = {path: len(list((tmp_path / path / "jobs").glob("*/dataset"))) for path in PATHS}
     assert folders["loop"] == folders["thread"] == 0 < folders["child"], "each took its path"
     for name, by_path in found.items():
