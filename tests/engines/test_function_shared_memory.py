@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.engine_suite import PATIENCE_S
+from fakes.open_files import open_files
 from function_process_support import Answers, deployed, running
 
 from batchmill.errors import ModelFailed
@@ -153,7 +153,7 @@ async def test_forged_places(tmp_path: Path, does: str) -> None:
 
 async def test_a_process_that_dies_with_places(tmp_path: Path) -> None:
     """The memory of a dead process is gone, waiting calls are answered by the next one, and no descriptor is left."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     async with running(deployed(tmp_path, CODE), tmp_path / "home") as engine:
         answers = Answers(engine)
         for _ in range(3):
@@ -165,7 +165,7 @@ async def test_a_process_that_dies_with_places(tmp_path: Path) -> None:
             assert all((each == numbers(first)).all() for first, each in zip(firsts, found, strict=True))
             assert mapped() == 2
     assert mapped() == 0
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 async def test_a_worker_that_gets_no_memory(tmp_path: Path) -> None:

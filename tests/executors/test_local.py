@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from contract.executor_suite import ExecutorSuite
+from fakes.open_files import open_files
 
 from batchmill.children.process_end import boot_id, started
 from batchmill.executors import local
@@ -51,7 +52,7 @@ async def test_the_memory_of_a_killed_worker_is_freed(tmp_path):
     """An owner shares memory with a worker that lives, and has none left of one that was killed with work under way."""
     (tmp_path / "app.py").write_text("import threading\ndef hangs(text): threading.Event().wait()")
     model = ModelSpec("hangs", "function", f"{tmp_path / 'app.py'}:hangs")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
     async for message in worker.messages():
         if isinstance(message, Ready):
@@ -64,7 +65,7 @@ async def test_the_memory_of_a_killed_worker_is_freed(tmp_path):
         pass
     await worker.wait()
     async with asyncio.timeout(10):
-        while len(os.listdir("/proc/self/fd")) > before:  # transports close in turns of their own
+        while open_files() - before:  # transports close in turns of their own
             await asyncio.sleep(0.01)
             gc.collect()
     gc.collect()

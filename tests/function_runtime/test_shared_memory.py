@@ -8,6 +8,7 @@ import zlib
 
 import numpy
 import pytest
+from fakes.open_files import open_files
 
 from batchmill.function_runtime import frames, shared_memory
 from batchmill.function_runtime.shared_memory import PAGE_BYTES, SIZE_BYTES, BrokenPlace, MemoryPair
@@ -142,7 +143,7 @@ def test_nobody_can_change_its_size():
 
 def test_a_machine_without_memory_to_share(caplog):
     """Where the kernel refuses a memory, there is none, the log says why, and no descriptor is left."""
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_files()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, limits[1]))
     try:
@@ -153,7 +154,7 @@ def test_a_machine_without_memory_to_share(caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (pair.writer, pair.reader) == (None, None)
     assert "no memory can be shared" in caplog.text
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_kernel_that_has_no_pages(pairs, monkeypatch):
