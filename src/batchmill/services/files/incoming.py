@@ -241,10 +241,14 @@ class _File:
 
 
 def check_free_space(place: int | Path, free_bytes_min: int) -> None:
-    """Raises: OSError where less is free on the disk of a path or a descriptor."""
+    """Raises: StorageFull where less is free on the disk of a path or a descriptor."""
     disk = os.statvfs(place)
-    if disk.f_bavail * disk.f_frsize < free_bytes_min:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < free_bytes_min:
+        raise StorageFull(
+            f"the server's disk is full: {free_bytes:,} bytes are free, and the last {free_bytes_min:,} are for "
+            "running jobs; no part of the file was kept"
+        )
 
 
 def _copy(source: int, target: int, update: Callable[[bytes], None] | None) -> int:
