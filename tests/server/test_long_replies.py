@@ -17,10 +17,12 @@ from batchmill.dialects.openai import dialect
 from batchmill.dialects.openai.dialect import recode
 from batchmill.dialects.predibase import lorax
 from batchmill.dialects.predibase.lorax import Generate, Parameters
+from batchmill.engines.clock import SystemClock
 from batchmill.server import replies
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.http import PIECE_BYTES, _Reply
 from batchmill.server.replies import rewritten
+from batchmill.server.reply_heads import ReplyHeads
 from batchmill.types import Caller, Scope
 from batchmill.wire.json_bytes import encode
 
@@ -54,7 +56,11 @@ async def test_one_long_reply_is_sent_in_a_turn():
         sent.append(turns)
 
     counting = asyncio.create_task(count())
-    replies = [_Reply({}, send, RequestRecord("r", "GET", started=0.0), SmallDialect(), turn) for _ in range(20)]
+    heads = ReplyHeads(SystemClock())
+    replies = [
+        _Reply({"method": "GET"}, send, RequestRecord("r", "GET", started=0.0), SmallDialect(), turn, heads)
+        for _ in range(20)
+    ]
     long = {"type": "http.response.body", "body": b"x" * (PIECE_BYTES + 1)}
     await asyncio.gather(*[each.send(dict(long)) for each in replies])
     counting.cancel()

@@ -18,7 +18,7 @@ from typing import Any
 import httptools
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, TooLarge, Unavailable
 from batchmill.server.admission_control import ConnectionPool, Stage, group_of
@@ -275,6 +275,7 @@ class Connection(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expects
         self.headers += headers  # the scope holds this list object
         super().on_headers_complete()
+        self.cycle.scope["state"]["cycle"] = self.cycle  # for `is_last`: its task has not begun
 
     def _on_fast_path_timeout(self) -> None:
         """Leave the fast path because the body is slow; the normal path reads it piece by piece with a time limit."""
@@ -359,6 +360,24 @@ class Connection(HttpToolsProtocol):
             if sent < len(piece):
                 self.transport.write(memoryview(piece)[sent:])
             sent = max(sent - len(piece), 0)
+
+    def is_last(self, cycle: RequestResponseCycle) -> bool | None:
+        """Whether the reply to a request is the last one, if it can be sent at once; None: ASGI sends it."""
+        if cycle.response_started or cycle.disconnected or self.transport.is_closing():
+            return None
+        if self.transport.get_write_buffer_size() or self.has_unread():
+            return None
+        return not cycle.keep_alive
+
+    def send_at_once(self, cycle: RequestResponseCycle, data: bytes) -> None:
+        """Send the whole reply to a request, and end its cycle as uvicorn does."""
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        self.transport.write(data)
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     def end_fast_reply(self) -> None:
         """Refuse the request on the fast path: the server is stopping, and the time for requests has passed."""

@@ -12,23 +12,21 @@ this file and that one depend on the internals of uvicorn (see pyproject.toml).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from batchmill.errors import BatchmillError
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.auth import ANYBODY
 from batchmill.server.http import REQUEST_ID, HttpRoot
 from batchmill.server.operations import JSON, Content, MountedOperation, Operation
-from batchmill.server.replies import date, mask_error, new_request_id, refusal, security_headers
+from batchmill.server.replies import mask_error, new_request_id, refusal
+from batchmill.server.reply_heads import Headers
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 
-Headers = Sequence[tuple[bytes, bytes]]
 Cancel = Callable[[], None]  # tells the handler that its reply is not needed any more
 
 
@@ -55,11 +53,9 @@ class FastHandler(Protocol):
 
 
 BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, with a time limit
-LONG_BYTES = 64 * 1024  # a longer reply is not joined with its head, which would copy it
 SMALL_BYTES = 16 * 1024  # a longer body counts as memory, and is accepted only from an authenticated caller
 ROUTES_MAX = 1024  # cached paths
 HOSTS_MAX = 64  # cached Host headers that are allowed
-HEADS_MAX = 256  # cached heads of replies
 ROUTES_TTL_S = 1.0  # cached paths live this long: what a path means may change
 CLIENT_LEFT = 499
 # Requests with one of these headers take the normal path.
@@ -68,8 +64,6 @@ UNUSUAL = frozenset(
         b"transfer-encoding", b"expect", b"upgrade", b"origin", b"sec-fetch-site", b"trailer", b"te",
     }
 )  # fmt: skip
-_HEADER = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
-_UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class FastRoute(Struct, frozen=True, eq=False):
@@ -98,9 +92,8 @@ class FastPath:
         self._root, self._clock, self._limiter = root, root.clock, root.admission.project_requests
         self._routes: dict[tuple[bytes, bytes], FastRoute | None] = {}  # by method and URL
         self._hosts: set[bytes] = set()
-        self._heads: dict[tuple[tuple[bytes, bytes], ...], tuple[bytes, bytes]] = {}
-        self._cleared = self._dated = -ROUTES_TTL_S
-        self._date = b""
+        self._cleared = -ROUTES_TTL_S
+        self.heads = root.heads
 
     # -- matching -----------------------------------------------------------------------------------------------------
 
@@ -245,34 +238,6 @@ class FastPath:
         if reply.held:
             self._root.admission.memory.give(reply.project, reply.held)
 
-    # -- the reply ----------------------------------------------------------------------------------------------------
-
-    def render(self, status: int, headers: Headers, body: bytes, end: bytes) -> list[bytes]:
-        """Render a reply, a long body in a piece of its own. The headers have the order of the normal path.
-
-        `end` holds the last headers.
-        """
-        key = tuple(headers)
-        before, after = self._heads.get(key) or self._head(key)
-        now = self._clock.monotonic()
-        if now - self._dated >= 0.5:
-            self._date, self._dated = b"date: %b\r\n" % date(), now
-        pieces = (STATUS_LINE[status], before, b"content-length: %d\r\n" % len(body), after, self._date, end)
-        return [b"".join(pieces), body] if len(body) >= LONG_BYTES else [b"".join((*pieces, body))]
-
-    def _head(self, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bytes]:
-        """Return the header lines before the Content-Length, and those after it."""
-        for name, value in headers:
-            if not _HEADER.fullmatch(name) or _UNSAFE.search(value):
-                raise ValueError(f"the header {name!r} cannot be sent: invalid name or value")
-        own = [(name, value) for name, value in headers if name not in (b"content-length", b"content-type")]
-        media = [(name, value) for name, value in headers if name == b"content-type"]
-        media += security_headers(name for name, _ in headers)
-        lines = _lines(own), _lines(media)
-        if len(self._heads) < HEADS_MAX:
-            self._heads[headers] = lines
-        return lines
-
 
 class _NoEvent:
     """Takes the place of uvicorn's `message_event`: nothing waits for it."""
@@ -311,10 +276,7 @@ class FastReply:
     def __call__(self, status: int, headers: Headers, body: bytes) -> None:
         if self.response_complete or not self.is_on_fast_path:
             return
-        end = b"x-request-id: %b\r\n" % self._record.id.encode()
-        if not self.keep_alive:
-            end += b"connection: close\r\n"
-        data = self._fast_path.render(status, headers, body, end + b"\r\n")
+        data = self._fast_path.heads.render(status, headers, body, self._record.id, is_last=not self.keep_alive)
         self.response_complete = True
         self._record.status, self._record.bytes_out = status, len(body)
         self._reply = data
@@ -326,7 +288,7 @@ class FastReply:
             return
         self._record.code, error.request_id = error.code, self._record.id
         response = refusal(self._route.dialect, error, ())
-        self(response.status_code, [(n, v) for n, v in response.raw_headers if n != b"content-length"], response.body)
+        self(response.status_code, response.raw_headers, bytes(response.body))
 
     def start(self) -> None:
         """Mark the request as under way, and send the reply if it is ready."""
@@ -361,7 +323,3 @@ class FastReply:
         self._fast_path.release(self)
         self._send(self, data)
         self._fast_path.report(self._record)
-
-
-def _lines(headers: Headers) -> bytes:
-    return b"".join(b"%b: %b\r\n" % header for header in headers)

@@ -26,12 +26,14 @@ from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
 from batchmill.server.operations import Call, Dialect, Match, Operation, Routes, TryNextRoute
-from batchmill.server.replies import date, mask_error, new_request_id, refusal, security_headers
+from batchmill.server.replies import mask_error, new_request_id, refusal, security_headers
+from batchmill.server.reply_heads import LONG_BYTES, ReplyHeads
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller
 
 SEND_STALL_S = 120.0  # the connection is aborted if the client reads nothing of its reply for this long
 UNREADABLE = "-"  # the method in the log for bytes that are not a valid request
+BODILESS = frozenset({204, 304})  # statuses of replies without a body, and without its length
 PIECE_BYTES = 64 * 1024  # of a reply that is whole in memory, and that a client may read slowly
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -53,6 +55,12 @@ class Connection(Protocol):
 
     async def wait_until_drained(self) -> None:
         """Wait until the client has read almost all of what was sent, or has disconnected."""
+
+    def is_last(self, cycle: Any) -> bool | None:
+        """Whether the reply to a request is the last one, if it can be sent at once; None: ASGI sends it."""
+
+    def send_at_once(self, cycle: Any, data: bytes) -> None:
+        """Send the whole reply to a request. `is_last` has just returned that this is possible."""
 
 
 Scope = MutableMapping[str, Any]
@@ -81,6 +89,7 @@ class HttpRoot:
         self._fallback, self._programs = fallback, programs
         self._watchers: list[Callable[[RequestRecord], None]] = [access_log.write]
         self.deliveries = Deliveries()
+        self.heads = ReplyHeads(clock)
         self._long_replies = asyncio.Lock()
 
     @property
@@ -99,7 +108,7 @@ class HttpRoot:
         record = RequestRecord(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
         request_id.set(record.id)
         match = self.routes.find(scope["method"], scope["path"])
-        reply = _Reply(scope, send, record, match.dialect, self._long_replies)
+        reply = _Reply(scope, send, record, match.dialect, self._long_replies, self.heads)
         if match.route is not None:
             record.route = match.route.operation.path
         try:
@@ -134,8 +143,9 @@ class HttpRoot:
         record, call = reply.record, None
         try:
             call, response = await self._handle(scope, receive, reply, match)
-            await response(scope, call.request.receive, reply.send)
-            await reply.wait_until_read()
+            if not reply.send_at_once(response, is_tracked=bool(call.callbacks)):
+                await response(scope, call.request.receive, reply.send)
+                await reply.wait_until_read()
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:  # the server is stopping, and the time for requests has passed
@@ -221,7 +231,8 @@ class HttpRoot:
         if reply.has_begun:
             return  # the connection closes in the middle of the reply, so the client sees that it is incomplete
         response = refusal(reply.dialect, error, match.methods)
-        await response(scope, receive, reply.send)
+        if not reply.send_at_once(response):
+            await response(scope, receive, reply.send)
 
 
 def _peer(scope: Scope) -> str:
@@ -249,18 +260,42 @@ class _Reply:
     """Sends the reply to the client: adds the headers that every reply has, and records the outcome."""
 
     def __init__(
-        self, scope: Scope, send: Send, record: RequestRecord, dialect: Dialect, long_reply_lock: asyncio.Lock
-    ) -> None:
+        self, scope: Scope, send: Send, record: RequestRecord, dialect: Dialect, long_reply_lock: asyncio.Lock,
+        heads: ReplyHeads,
+    ) -> None:  # fmt: skip
         """Args: long_reply_lock: the lock that all long replies share."""
-        self._send, self.record, self._long_reply_lock = send, record, long_reply_lock
+        self._send, self.record, self._long_reply_lock, self._heads = send, record, long_reply_lock, heads
         self.dialect = dialect  # it renders a refusal
         state = scope.get("state", {})
+        # uvicorn's cycle of the request, if a reply may be sent around ASGI; no reference to it is left in its scope.
+        self._cycle = state.pop("cycle", None) if scope["method"] != "HEAD" else None
         self.transport: asyncio.Transport | None = state.get("transport")
         self.connection: Connection | None = state.get("connection")
         self.slot: RequestSlot | None = None  # once the request is admitted
         self.has_begun = False
         self.was_sent = False  # whole, to a connected client
         self.bytes = 0
+
+    def send_at_once(self, response: Response, *, is_tracked: bool = False) -> bool:
+        """Send a reply that is whole in memory, with one write. False: nothing is sent, it goes through ASGI.
+
+        Args: is_tracked: somebody wants to know whether it is delivered.
+        """
+        cycle, connection = self._cycle, self.connection
+        if cycle is None or connection is None or type(response) is not Response or response.background is not None:
+            return False
+        body = response.body
+        if self.has_begun or len(body) >= LONG_BYTES or response.status_code in BODILESS:
+            return False
+        if (is_last := connection.is_last(cycle)) is None:
+            return False
+        pieces = self._heads.render(
+            response.status_code, response.raw_headers, bytes(body), self.record.id, is_last=is_last
+        )
+        self.was_sent = is_tracked and (self.transport is None or is_listening(self.transport))
+        self.has_begun, self.bytes, self.record.status = True, len(body), response.status_code
+        connection.send_at_once(cycle, pieces[0])
+        return True
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -335,5 +370,5 @@ class _Reply:
         names = {name.lower() for name, _ in given}
         added = security_headers(names)
         if b"date" not in names:
-            added.append((b"date", date()))
+            added.append((b"date", self._heads.date()))
         return [*added, (b"x-request-id", self.record.id.encode())]
