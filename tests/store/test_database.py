@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import sqlite3
@@ -16,6 +17,7 @@ from fakes.databases import open_database
 from batchmill.errors import InvalidConfig, LedgerBroken, StorageFailed
 from batchmill.store.sql import schema as schema_version
 from batchmill.store.sql.database import Database
+from batchmill.store.sql.sqlite import SqliteBackend
 from batchmill.store.sql.tables import schema
 
 
@@ -104,3 +106,53 @@ async def test_a_closed_database_says_so(tmp_path: Path):
     database.close()
     with pytest.raises(LedgerBroken, match="closed"):
         await database.write(lambda db: None)
+
+
+def test_writing_transactions_have_one_connection(tmp_path):
+    """One transaction begins after another on the same connection; after an error nothing of it is left."""
+    backend = SqliteBackend(tmp_path / "a.db")
+    seen = []
+    for _ in range(3):
+        with backend.writer.begin() as db:
+            seen.append(db.connection.driver_connection)
+    assert seen[0] is seen[1] is seen[2]
+    with pytest.raises(ZeroDivisionError), backend.writer.begin() as db:
+        db.execute(schema.insert().values(version=1000))
+        raise ZeroDivisionError
+    with backend.writer.begin() as db:
+        assert db.execute(sa.select(schema.c.version).where(schema.c.version == 1000)).first() is None
+    backend.close()
+
+
+def test_a_thread_waits_for_the_transaction_of_another(tmp_path):
+    """Two threads that write do so one after the other."""
+    backend, seen = SqliteBackend(tmp_path / "a.db"), []
+
+    def write(version: int) -> None:
+        with backend.writer.begin() as db:
+            seen.append(f"begin {version}")
+            db.execute(schema.insert().values(version=version))
+            seen.append(f"end {version}")
+
+    with backend.writer.begin() as db:
+        other = threading.Thread(target=write, args=(1001,))
+        other.start()
+        db.execute(schema.insert().values(version=1000))
+        seen.append("end 1000")
+    other.join()
+    assert seen == ["end 1000", "begin 1001", "end 1001"]
+    backend.close()
+
+
+def test_a_transaction_that_cannot_begin_fails_as_any_statement(tmp_path):
+    """Where another process holds the lock of the file, SQLAlchemy's error says so, and the next transaction begins."""
+    backend = SqliteBackend(tmp_path / "a.db")
+    with backend.writer.begin() as db:
+        db.connection.driver_connection.execute("PRAGMA busy_timeout=0")
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(sa.exc.OperationalError, match="locked"), backend.writer.begin():
+            pass
+    with backend.writer.begin() as db:
+        assert db.in_transaction()
+    backend.close()

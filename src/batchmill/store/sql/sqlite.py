@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,15 +42,15 @@ class SqliteBackend:
             failure = InvalidConfig(f"the database {path} cannot be opened: {error.strerror}")
             raise to_storage_error(error) or failure from None
         self._folder = path.parent
-        self.writer = _open(path, "BEGIN IMMEDIATE")
+        self.writer = SqliteWriter(_open(path, "BEGIN IMMEDIATE"))
         try:
             with self.writer.begin() as db:
                 schema.prepare(db)
         except sa.exc.DatabaseError as error:
-            self.writer.dispose()
+            self.writer.close()
             raise _open_error(path, error) from error
         except InvalidConfig as error:
-            self.writer.dispose()
+            self.writer.close()
             raise InvalidConfig(f"the database {path} {error.message}") from None
         self.reader = _open(path, "BEGIN", "PRAGMA query_only=ON")
 
@@ -68,7 +70,7 @@ class SqliteBackend:
 
     def close(self) -> None:
         self.reader.dispose()
-        self.writer.dispose()
+        self.writer.close()
 
     def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
         """The error for people."""
@@ -81,6 +83,40 @@ class SqliteBackend:
                 code="database_damaged",
             )
         return LedgerBroken(f"the database failed: {text}", code="database_failed")
+
+
+class SqliteWriter:
+    """Begins writing transactions, all on one connection: to take one from a pool and to return it takes longer than
+    most statements. Concurrency: any thread; one that begins a transaction waits for that of another thread.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._kept: sa.Connection | None = None
+        self._turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        """A transaction. After an error the pool takes the connection back, and clears what is left of it."""
+        with self._turn:
+            db = self._kept = self._kept or self._engine.connect()
+            try:
+                with db.begin():
+                    yield db
+            except BaseException:
+                self._release()
+                raise
+
+    def _release(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+    def close(self) -> None:
+        """Close the connection, once the transaction that is under way has ended."""
+        with self._turn:
+            self._release()
+        self._engine.dispose()
 
 
 def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
@@ -96,9 +132,17 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
             connection.execute(pragma)
 
     sa.event.listen(engine, "connect", configure)
-    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    sa.event.listen(engine, "begin", lambda db: _execute(db, begin))
     sa.event.listen(engine, "commit", _refuse_ended)
     return engine
+
+
+def _execute(db: sa.Connection, statement: str) -> None:
+    """Execute a statement without parameters or results, as `exec_driver_sql` does in several times as long."""
+    try:
+        db.connection.driver_connection.execute(statement)  # type: ignore[union-attr]  # it is open
+    except sqlite3.Error as error:
+        raise sa.exc.DBAPIError.instance(statement, None, error, sqlite3.Error, dialect=db.dialect) from error
 
 
 def _refuse_ended(db: sa.Connection) -> None:
