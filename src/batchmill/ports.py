@@ -498,6 +498,7 @@ class PlacedHandle(Protocol):
 
     waits: str  # why it has not started: the cluster is away, or has no room; empty: it has
     is_lost: bool  # it ended because its node or the cluster went away
+    ending: str  # how it ended, if it has no exit code
 
 
 class Provisions(Protocol):
@@ -539,7 +540,6 @@ class Adapters(Protocol):
         """Register these ids of a model hub for the model `base`, and fetch them: each is ready or failed afterwards.
 
         Args: token: a reference to the token for the hub; None: the base model's token.
-
         Cancelling it does not stop fetches that have begun.
         """
 

@@ -35,11 +35,19 @@ def free_port() -> int:
 class Nodes:
     """A cluster on this machine."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], count: int) -> None:
+        """Args: count: nodes that it begins with, besides the head."""
         self._process = process
         assert process.stdout is not None
         self.address = process.stdout.readline().strip()
         self.pid = process.pid
+        self._count = count
+
+    def add(self, cpus: int, **variables: str) -> int:
+        """Add a node with these environment variables. Returns its number."""
+        self.does(" ".join(["add", str(cpus), *(f"{name}={value}" for name, value in variables.items())]))
+        self._count += 1
+        return self._count
 
     def does(self, command: str) -> None:
         """Return once it is done."""
@@ -71,7 +79,7 @@ def ray_nodes(
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **ENVIRONMENT, **environ},
     ) as process:  # fmt: skip
         try:
-            yield Nodes(process)
+            yield Nodes(process, len(cpus) - 1)
         finally:
             with contextlib.suppress(BrokenPipeError):
                 process.communicate("end\n", timeout=60)

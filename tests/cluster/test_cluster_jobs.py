@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ray_support import free_port, ray_nodes, ray_python
 
+WRONG_CLOCK = Path(__file__).parent.parent / "fakes" / "wrong_clock"
 ROWS = 400
 # Row 200 tells which process has it, and waits until it may go on. Whoever runs it again goes on at once.
 APP = """
@@ -55,6 +56,14 @@ class Job:
         """Wait for the row. Returns the process id of its worker."""
         return int((self.folder / "reached").read_text())
 
+    def waits_for(self, text: str) -> None:
+        """Return once it says this."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"it ended without {text!r}")
+
     def says(self, *command: str) -> str:
         """What a command prints. It ends with 0."""
         done = subprocess.run([*self._command, *command], cwd=self.folder, capture_output=True, text=True, check=False)
@@ -88,4 +97,19 @@ def test_the_head_is_lost(tmp_path):
         job = Job(tmp_path, nodes.address)
         job.reached()
     with ray_nodes(2, port=port):
+        job.ends_whole()
+
+
+@pytest.mark.timeout(180)
+def test_a_node_joins_late(tmp_path):
+    """A job that no node has room for says so, and goes on by itself once one has: here one whose clock is an hour
+    ahead, and another one that is an hour behind after the first is gone.
+    """
+    with ray_nodes(0) as nodes:
+        job = Job(tmp_path, nodes.address)
+        job.waits_for("needs 1 CPU; no node of the cluster has more than 0 CPUs")
+        nodes.add(1, PYTHONPATH=str(WRONG_CLOCK), CLOCK_OFF_S="3600")
+        job.reached()
+        nodes.add(1, PYTHONPATH=str(WRONG_CLOCK), CLOCK_OFF_S="-3600")
+        nodes.does("remove 1")
         job.ends_whole()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from msgspec.structs import replace
 from ray_support import Nodes, ray_nodes, ray_python
 
 from batchmill.engines.llm.launch import SMALL_CPU_CORES
+from batchmill.executors.ray.checks import CLOCK_S_MAX
 from batchmill.executors.ray.executor import UNSENT_BYTES, RayExecutor
 from batchmill.executors.ray.frames import Beat
 from batchmill.types import Lease, LiveRequest, ModelSpec, Needs, Provision
 from batchmill.types.cluster import ClusterEntry
-from batchmill.wire.messages import AnswerLive, Failed, Grant, Provide, Ready, Start
+from batchmill.wire.messages import Answered, AnswerLive, Answers, Drain, Failed, Grant, Provide, Ready, Start
 
 WAITS = """
 import time
@@ -35,6 +38,7 @@ if [ "$1" = -c ]; then exit 0; fi  # it is asked whether it has vLLM
 echo "$OMP_NUM_THREADS" > {found}
 exit 1
 """
+WRONG_CLOCK = Path(__file__).parent.parent / "fakes" / "wrong_clock"
 HOSTILE = Path(__file__).parent.parent / "fakes" / "hostile_actor.py"
 
 
@@ -141,6 +145,72 @@ class TestRayExecutor(ExecutorSuite):
         await self.expect(second, Ready)
 
 
+@pytest.fixture
+async def two_owners(nodes, tmp_path):
+    """Two owners of different data directories, each with a worker of the same name, and its messages."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    made = [RayExecutor(entry(nodes), tmp_path / name, lambda model: {}) for name in ("one", "two")]
+    workers = []
+    for name, executor in zip(("one", "two"), made, strict=True):
+        (tmp_path / name / "workers").mkdir(parents=True)
+        model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double")
+        workers.append(await executor.start(Start("w", model, str(tmp_path / name / "home"))))
+        await ExecutorSuite.expect(workers[-1], Ready)
+    yield list(zip(made, workers, strict=True))
+    for executor in made:
+        await executor.close()
+
+
+async def answers(worker) -> bool:
+    worker.send(AnswerLive(7, LiveRequest("/v1/x", b'{"n": 21}')))
+    said = [message async for message in ExecutorSuite.until(worker, Answered)]
+    return said[-1].raised is None
+
+
+async def test_two_owners_share_a_cluster(two_owners, tmp_path):
+    """What an owner drains, kills, sweeps and closes is its own: the worker of another owner goes on."""
+    (one, first), (two, second) = two_owners
+    assert [len((await each.view()).workers) for each in (one, two)] == [1, 1]
+    first.kill()
+    assert await first.wait() == -9 and await answers(second)
+    third = await one.start(first.start)
+    await ExecutorSuite.expect(third, Ready)
+    third.send(Drain())
+    assert await third.wait() == 0 and await answers(second)
+    RayExecutor(one._entry, tmp_path / "one", lambda model: {}).sweep()  # the next owner of this data directory
+    await one.close()
+    assert await answers(second) and not second.is_lost
+
+
+@pytest.fixture
+async def late_node(nodes):
+    """The number of a node whose clock is an hour behind."""
+    number = await asyncio.to_thread(nodes.add, 1, PYTHONPATH=str(WRONG_CLOCK), CLOCK_OFF_S="-3600")
+    yield number
+    await asyncio.to_thread(nodes.does, f"remove {number}")
+
+
+async def test_a_node_whose_clock_is_wrong(nodes, late_node, tmp_path):
+    """A worker says times by its owner's clock, wherever its node's is, and `batchmill doctor` names the node."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
+    needs = Needs(resources={f"node{late_node}": 1})
+    model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double", needs=needs)
+    worker = await executor.start(Start("w", model, str(tmp_path / "home")))
+    await ExecutorSuite.expect(worker, Ready)
+    began = time.time()
+    assert await answers(worker)
+    stats = None
+    while stats is None:
+        stats = (await ExecutorSuite.expect(worker, Answers)).stats
+    assert began - CLOCK_S_MAX < stats.last_at < time.time() + CLOCK_S_MAX
+    flaws = [""]
+    while not any("run NTP" in each for each in flaws):  # a busy machine may not answer in time
+        flaws = [each.message for each in (await executor.view()).checks if not each.is_ok]
+    assert re.search(r"is -(3599|3600|3601)\.\d s off: run NTP on the nodes$", flaws[-1])
+    await executor.close()
+
+
 async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
     """A driver that reads or says nothing counts as lost: the owner holds a bounded number of bytes for it."""
     (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
@@ -158,19 +228,36 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
     await executor.close()
 
 
+NO_IMPORT = "raise ImportError('no batchmill is here')"
+EXITS = "import os, sys; print('no licence', file=sys.stderr, flush=True); {}"
+
+
 async def test_a_node_without_batchmill_is_named(tmp_path):
-    """A worker whose node cannot import batchmill fails at once, with the reason and the way out."""
+    """A worker whose node cannot import batchmill fails at once, with the reason and the way out. If importing it ends
+    the process without an exit code that Ray knows, the worker died, and its log has what the process wrote.
+    """
     package = tmp_path / "instead" / "batchmill"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('no batchmill is here')")
-    with ray_nodes(1, environ={"PYTHONPATH": str(package.parent)}) as nodes:
+    code = package / "__init__.py"
+    code.write_text(NO_IMPORT)
+    with ray_nodes(1, environ={"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}) as nodes:
         executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
         start = Start("w", ModelSpec("double", "function", "app.py:double"), str(tmp_path / "home"))
-        worker = await executor.start(start)
-        failed = await ExecutorSuite.expect(worker, Failed)
-        assert failed.code == "node_not_set_up"
-        assert "ImportError: no batchmill is here; install the same version of Python and batchmill" in failed.message
-        assert await worker.wait() == 1
+        for text, why in (
+            (NO_IMPORT, "ImportError: no batchmill is here"),
+            (EXITS.format("sys.exit(9)"), "a process there ended with exit code 9 .*, and wrote 'no licence'"),
+        ):
+            code.write_text(text)
+            worker = await executor.start(start)
+            failed = await ExecutorSuite.expect(worker, Failed)
+            assert failed.code == "node_not_set_up"
+            assert re.search(f"{why}; install the same version of Python and batchmill", failed.message)
+            assert await worker.wait() == 1
+        code.write_text(EXITS.format("os._exit(7)"))
+        worker = await executor.start(replace(start, worker="w2"))
+        assert [message async for message in worker.messages()] == []
+        assert await worker.wait() == -9 and worker.ending.startswith("Ray knows no exit code: it crashed")
+        assert "its process wrote:\nno licence\nRay: ACTOR_DIED" in (tmp_path / "home" / "w2.log").read_text()
         await executor.close()
 
 

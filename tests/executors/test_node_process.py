@@ -48,3 +48,35 @@ def test_a_worker_leads_a_session_that_ends_with_it(program, options):
     )  # fmt: skip
     output, _ = process.communicate(timeout=60)
     assert output == "True True\n"
+
+
+# As Ray does, it runs its loop in a thread of its own, and waits for it.
+EXITS = """
+import asyncio, sys, threading
+from batchmill.executors.ray.node_process import end_with_this_thread
+
+async def work():
+    sys.exit(9)
+
+async def main():
+    end_with_this_thread()
+    other = threading.Thread(target=sys.exit, args=[4])
+    other.start()
+    other.join()
+    await asyncio.create_task(work())
+
+threading.Thread(target=asyncio.run, args=[main()], daemon=True).start()
+sys.stdin.read()
+"""
+
+
+def test_a_worker_that_calls_sys_exit_ends_its_process():
+    """The process ends with the code, and its log says where that was called; in other threads it ends the thread."""
+    with subprocess.Popen(
+        [sys.executable, "-c", EXITS], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert process.wait() == 9
+    assert "in work" in log and log.endswith("SystemExit: 9\n")

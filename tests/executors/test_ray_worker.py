@@ -66,8 +66,10 @@ async def test_a_look_at_the_cluster_that_ends_early(executor: RayExecutor):
     await executor.close()
 
 
-async def test_a_worker_that_waits_is_drained_at_once(worker: RayWorker):
-    """It has nothing to record: who presses Ctrl-C does not wait for it."""
+@pytest.mark.parametrize("was_launched", [False, True])
+async def test_a_worker_that_waits_is_drained_at_once(worker: RayWorker, *, was_launched: bool):
+    """It has nothing to record, also if Ray has its actor: neither Ctrl-C nor the end of a job waits for its place."""
+    worker.was_launched = was_launched
     worker.send(Drain())
     assert await worker.wait() == 0 and not worker.is_lost
     assert [message async for message in worker.messages()] == []

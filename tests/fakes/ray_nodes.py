@@ -1,12 +1,13 @@
 """A Ray cluster on this machine: `python ray_nodes.py PORT CPUS…`, one node for each number; PORT 0: any port.
 
 It prints the head's address, and obeys lines on standard input: "drain N" (node N will be ended),
-"remove N", "add CPUS", "end".
+"remove N", "add CPUS NAME=VALUE…" (with these environment variables), "end".
 Node N has the resource "nodeN". It runs in the environment that has Ray.
 """
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ray._private import node, services
@@ -36,9 +37,12 @@ def leave_out_agents() -> None:
     node.Node.start_api_server = lambda *_, **__: None
 
 
-def add(cluster: Cluster, nodes: list, cpus: int) -> None:
-    resources = {f"node{len(nodes) + 1}": 1}
-    nodes.append(cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, resources=resources))
+def add(cluster: Cluster, nodes: list, cpus: int, variables: Sequence[str] = ()) -> None:
+    node = cluster.add_node(
+        num_cpus=cpus, object_store_memory=STORE_BYTES, resources={f"node{len(nodes) + 1}": 1},
+        env_vars=dict(each.split("=", 1) for each in variables) or None,
+    )  # fmt: skip
+    nodes.append(node)
 
 
 def main() -> None:
@@ -63,8 +67,8 @@ def main() -> None:
                 client.drain_node(nodes[int(number) - 1].node_id, PREEMPTION, "a spot machine ends", ends_at_ms)
             case ["remove", number]:
                 cluster.remove_node(nodes[int(number) - 1], allow_graceful=False)
-            case ["add", cpus]:
-                add(cluster, nodes, int(cpus))
+            case ["add", cpus, *variables]:
+                add(cluster, nodes, int(cpus), variables)
             case ["end"]:
                 break
         print("done", flush=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
+from pathlib import Path
 
 import pytest
 from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.job_service import job_service
-from fakes.scripted_workers import ScriptedExecutor
+from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
@@ -77,6 +79,11 @@ async def die(executor: ScriptedExecutor, times: int, said: Commit | None = None
         worker.exit(1)
 
 
+def write_log(worker: ScriptedWorker, text: str) -> None:
+    Path(worker.home).mkdir(exist_ok=True)
+    (Path(worker.home) / f"{worker.name}.log").write_text(text)
+
+
 class Full:
     """Starts no worker: it has nowhere to write what one says."""
 
@@ -102,6 +109,28 @@ async def test_a_model_that_always_dies_is_given_up(stage):
     await die(executor, pool.DEATHS_MAX)
     failure = await owner.failure
     assert failure.code == "worker_crashed" and made.failure is failure
+
+
+async def test_what_workers_that_never_start_wrote_is_shown(stage):
+    """Why a model fails says how its last worker ended, and what that wrote."""
+    executor, owner, _ = stage
+    for number in range(pool.DEATHS_MAX):
+        worker = await executor.next(ready=False)
+        write_log(worker, f"no licence {number}")
+        worker.exit(7)
+    failure = await owner.failure
+    assert re.search(r"one after another \(exit code 7\); the last lines of .*\.log:\nno licence 4$", failure.message)
+
+
+async def test_what_workers_wrote_that_were_ready_is_not_shown(stage):
+    """What a worker wrote after it was ready may be of other projects' requests: a failure names the log alone."""
+    executor, owner, _ = stage
+    for number in range(pool.DEATHS_MAX):
+        worker = await executor.next()
+        write_log(worker, f"a request {number}")
+        worker.exit(7)
+    failure = await owner.failure
+    assert re.search(r"one after another \(exit code 7\); see .*\.log$", failure.message)
 
 
 async def test_a_disk_that_fails_costs_a_worker(stage):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from batchmill.engines import clock
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime.frames import pack_text
 from batchmill.function_runtime.shared_memory import MemoryWriter
@@ -210,7 +210,7 @@ class Counts:
         batches = [BatchTimes(size, *self._sizes[size]) for size in sorted(self._sizes)]
         taken = CallStats(
             rows=self._rows, executions=self._executions, succeeded=self.succeeded, succeeded_ns=self.succeeded_ns,
-            failed=self.failed, failed_ns=self.failed_ns, queue_ns=self._queue_ns, batches=batches, last_at=time.time(),
+            failed=self.failed, failed_ns=self.failed_ns, queue_ns=self._queue_ns, batches=batches, last_at=clock.now(),
         )  # fmt: skip
         self._clear()
         return taken

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -20,6 +19,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.anthropic_chat import MAX_TOKENS, to_completion, to_messages, usage_of
 from batchmill.engines.provider_batch.provider import (
@@ -159,7 +159,7 @@ class AnthropicBatches:
             raise JobRefused(refusal.message) from None
         finally:
             marked.unlink(missing_ok=True)
-        return _updated(replace(job, submitted=time.time()), answer.read(_Batch))
+        return _updated(replace(job, submitted=clock.now()), answer.read(_Batch))
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         mark, unclear = mark_of(job.tag), []
@@ -243,7 +243,7 @@ def mark_of(tag: str) -> str:
 def _ahead_s(headers: Mapping[str, str]) -> float:
     """How many seconds our clock is ahead of a reply's; 0 if the reply has no date."""
     try:
-        return time.time() - parsedate_to_datetime(headers.get("date", "")).timestamp()
+        return clock.now() - parsedate_to_datetime(headers.get("date", "")).timestamp()
     except ValueError:
         return 0.0
 

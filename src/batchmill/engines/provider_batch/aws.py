@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import os
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -19,6 +19,7 @@ from botocore.session import Session
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.provider import (
     JobRefused,
@@ -214,6 +215,7 @@ class Signed:
                 access_key=keys.access,
                 secret_key=keys.secret,
                 session_token=keys.token,
+                at=datetime.fromtimestamp(clock.now(), UTC),
                 body_sha256=out.sha256,
             )
         except InvalidInput as error:
@@ -247,7 +249,7 @@ def classify(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillE
         return None
     text = redact(f"{message} ({code})" if message else code)
     if status == 429 or code in _THROTTLED:
-        return TryAgain(text, retry_after_s=requested_wait_s(headers, time.time()), is_unseen=True)
+        return TryAgain(text, retry_after_s=requested_wait_s(headers, clock.now()), is_unseen=True)
     if code in _AUTH:
         return AuthRefused(text)
     if status >= 500 or code in _PASSING:

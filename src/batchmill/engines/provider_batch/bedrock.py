@@ -6,7 +6,6 @@ Source: Bedrock's API reference, CreateModelInvocationJob; "Format and upload yo
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import anthropic_chat
 from batchmill.engines.provider_batch.aws import ARGUMENTS, S3, Account, S3Object, Signed, read_uri
@@ -157,7 +157,7 @@ class BedrockBatches:
         except ProviderRefusal as refusal:
             raise self._account.refused(refusal) from None
         id = answer.read(_Job).jobArn
-        return replace(job, id=id, state="submitted", remote_state="Submitted", submitted=time.time())
+        return replace(job, id=id, state="submitted", remote_state="Submitted", submitted=clock.now())
 
     async def refresh(self, job: RemoteJob) -> RemoteJob:
         return _updated(job, (await self._ask(job)).read(_Job))

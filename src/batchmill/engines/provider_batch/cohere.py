@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import chain, islice
 from typing import IO, Any
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.provider import (
     JobGone,
@@ -223,7 +223,7 @@ class CohereBatches:
         except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
         id = answer.read(_Job).job_id
-        return replace(job, id=id, state="submitted", remote_state="processing", submitted=time.time())
+        return replace(job, id=id, state="submitted", remote_state="processing", submitted=clock.now())
 
     async def refresh(self, job: RemoteJob) -> RemoteJob:
         return _updated(job, await self._ask(job))

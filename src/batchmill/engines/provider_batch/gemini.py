@@ -7,7 +7,6 @@ Source: the Gemini API's reference (v1beta), "Batch API" and "Files"; google.rpc
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.gemini_chat import (
     TASK_TYPES,
@@ -263,7 +263,7 @@ class GeminiBatches:
             )
         except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
-        created = _updated(replace(job, submitted=time.time()), answer.read(_Operation))
+        created = _updated(replace(job, submitted=clock.now()), answer.read(_Operation))
         return replace(created, state="submitted")
 
     async def refresh(self, job: RemoteJob) -> RemoteJob:

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import re
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import chain, islice
 from typing import IO, Any
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.engines import clock
 from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch.aws import ARGUMENTS, S3, Account, JsonService, S3Object, Signed, read_uri
 from batchmill.engines.provider_batch.provider import (
@@ -118,7 +118,7 @@ class SageMakerBatches:
                 return await self._describe(replace(job, id=name))
             raise self._account.refused(refusal) from None
         arn = _decoded(reply, dict[str, Any]).get("TransformJobArn")
-        return replace(job, id=str(arn or name), state="submitted", remote_state="InProgress", submitted=time.time())
+        return replace(job, id=str(arn or name), state="submitted", remote_state="InProgress", submitted=clock.now())
 
     async def refresh(self, job: RemoteJob) -> RemoteJob:
         return await self._describe(job)

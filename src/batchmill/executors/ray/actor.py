@@ -15,12 +15,18 @@ from pathlib import Path
 import ray
 
 from batchmill import __version__
+from batchmill.engines import clock
 from batchmill.errors import ModelFailed
 from batchmill.executors.ray.channel import ActorChannel
 from batchmill.executors.ray.frames import EXITED, LOST, WorkerOrder, join, orders
 from batchmill.executors.ray.node_channel import NodeChannel
 from batchmill.executors.ray.node_files import NodeFiles
-from batchmill.executors.ray.node_process import forget_threads, lead_session, on_first_sigterm
+from batchmill.executors.ray.node_process import (
+    end_with_this_thread,
+    forget_threads,
+    lead_session,
+    on_first_sigterm,
+)
 from batchmill.executors.worker import Worker
 from batchmill.executors.worker_process import failed_start, lower_priority, set_up_memory, take_start
 from batchmill.models import devices
@@ -44,6 +50,7 @@ class HostedWorker:
         """Host the worker of a packed `WorkerOrder`. Yields items: first its node, last its exit code."""
         loop = asyncio.get_running_loop()
         on_first_sigterm(lambda: loop.call_soon_threadsafe(self._evict))
+        end_with_this_thread()
         yield ray.get_runtime_context().get_node_id().encode()
         order = orders.decode(order_data)
         try:
@@ -70,6 +77,11 @@ class HostedWorker:
             self._early.append(item)
         else:
             self._channel.receive(item)
+        return b""
+
+    async def set_time(self, now: bytes) -> bytes:
+        """Take the time of the owner's machine, in seconds since the epoch, for that of this process."""
+        clock.follow(float(now))
         return b""
 
     async def leave(self) -> bytes:

@@ -8,6 +8,7 @@ tries it out, and a version of Ray in which it has no effect is not used.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ LOST = frozenset({"NODE_DIED", "LOCAL_RAYLET_DIED", "OWNER_DIED", "ACTOR_UNAVAIL
 NODE_DIED = ActorDiedErrorContext.NODE_DIED
 WHY_CHARS = 1000
 RESULT_BYTES_MAX = 256 * 1024 * 1024  # of a result without a limit: more than any that batchmill's own code returns
+_EXIT_CODE = re.compile(r"exits with an exit code (\d{1,3})\b")
+GUESSES = " Some common causes include"  # begins Ray's own, after what it knows of a death
 _limits: dict[bytes, int] = {}  # id of a result that a caller waits for -> its bytes at most
 
 
@@ -31,11 +34,17 @@ class ActorFailed(RayError):
         kind: a name of Ray's ErrorType, or "NOT_BYTES" for a result that was refused.
         is_lost: its node went away.
         is_of_setup: its actor could not be made: its class was not imported, or raised.
+        process: that of the actor, if it has died: the address of its node, and its process id.
     """
 
-    def __init__(self, kind: str, why: str = "", *, is_lost: bool = False, is_of_setup: bool = False) -> None:
+    def __init__(
+        self, kind: str, why: str = "", *, is_lost: bool = False, is_of_setup: bool = False,
+        process: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(f"{kind}: {why}" if why else kind)
         self.kind, self.is_lost, self.is_of_setup = kind, is_lost or kind in LOST, is_of_setup
+        self.process, code = process, _EXIT_CODE.search(why)
+        self.exit_code = int(code[1]) if code else None  # None: Ray has none
         self.last_line = next((line for line in reversed(why.splitlines()) if line.strip()), kind)
 
 
@@ -63,30 +72,33 @@ def _deserialize(self: Any, data: Any, metadata: bytes, object_ref: Any, out_of_
         name = ErrorType.Name(int(kind))
     except ValueError:
         return ActorFailed("NOT_BYTES", "an actor returned something else than bytes, which was not read")
-    why, is_lost, is_of_setup = _why(data)
-    return ActorFailed(name, why, is_lost=is_lost, is_of_setup=is_of_setup)
+    return _failure(name, data)
 
 
-def _why(data: Any) -> tuple[str, bool, bool]:
-    """What Ray's core says of an error, whether a node died, and whether the actor could not be made. An actor may
-    forge it: nothing hangs on it but words and whether the death counts against its model.
+def _failure(kind: str, data: Any) -> ActorFailed:
+    """What Ray's core says of an error. An actor may forge it: nothing hangs on it but words, whether the death counts
+    against its model, and of which process its node looks for a log.
     """
     if not data:
-        return "", False, False
+        return ActorFailed(kind)
     try:
         packed, _ = split_buffer(data)
         info = RayErrorInfo()
         info.ParseFromString(MessagePackSerializer.loads(packed, _refuse))
     except Exception:  # it is not what Ray's core writes: an actor has made it
-        return "", False, False
+        return ActorFailed(kind)
     died = info.actor_died_error
     context, creation = died.actor_died_error_context, died.creation_task_failure_context
     texts = (
         info.error_message, context.error_message, creation.formatted_exception_string,
         died.runtime_env_failed_context.error_message, died.oom_context.error_message,
     )  # fmt: skip
-    is_of_setup = died.HasField("creation_task_failure_context")
-    return next(filter(None, texts), "")[-WHY_CHARS:], context.reason == NODE_DIED, is_of_setup
+    why = next(filter(None, texts), "").partition(GUESSES)[0]
+    return ActorFailed(
+        kind, why[-WHY_CHARS:], is_lost=context.reason == NODE_DIED,
+        is_of_setup=died.HasField("creation_task_failure_context"),
+        process=(context.node_ip_address, context.pid) if context.pid else None,
+    )  # fmt: skip
 
 
 def _refuse(index: int) -> object:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -69,7 +70,9 @@ HEAD_S = 10.0  # for the head to reply; after HEAD_TRIES of it the cluster is lo
 HEAD_TRIES = 2
 LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ended
 COLLECT_S = 60.0  # for a node to bring what a dead worker left; then those rows run again
-PROBE_S = 20.0  # for a node to tell its versions
+PROBE_S = 20.0  # for a node to tell its versions, or what a process wrote
+WORDS_BYTES = 2048  # of it
+NO_EXIT_CODE = "Ray knows no exit code: it crashed, was killed, for example for lack of memory, or called os._exit"
 REFUSED = 77  # exit code of a caller without a token that the head has refused for it
 
 
@@ -200,6 +203,7 @@ class Driver:
                 if not worker.node:
                     worker.node = item.decode("ascii", "replace")
                     self._send(Waits(worker.number, ""))
+                    worker.actor.set_time.remote(repr(time.time()).encode())
                     self._flush(worker)
                 elif item.startswith(EXITED):
                     code = int(item[len(EXITED) :])
@@ -217,8 +221,7 @@ class Driver:
             elif error.is_of_setup and not worker.node:
                 exited = Exited(worker.number, 1, why=str(error), setup_flaw=error.last_line)
             else:
-                is_lost = error.is_lost or (worker.node != "" and not await self._is_alive(worker.node))
-                exited = Exited(worker.number, LOST if is_lost else KILLED, is_lost, str(error))
+                exited = await self._ended(worker, error)
         except ConnectionError:
             return  # the owner has ended
         except Exception as error:  # whatever Ray raises for an actor that it lost: none of it ends the driver
@@ -229,6 +232,29 @@ class Driver:
         if worker.sending is not None:
             worker.sending.cancel()
         self._send(structs.replace(exited, node=worker.node))
+
+    async def _ended(self, worker: DriverWorker, error: ActorFailed) -> Exited:
+        """How an actor ended that nobody has killed."""
+        if error.is_lost or (worker.node and not await self._is_alive(worker.node)):
+            return Exited(worker.number, LOST, True, str(error))
+        words = "" if worker.node or error.process is None else await self._last_words(*error.process)
+        code = error.exit_code or KILLED
+        flaw, ending = "", "" if error.exit_code else NO_EXIT_CODE
+        if error.exit_code and not worker.node:  # what has called `sys.exit` will do so again
+            flaw = f"a process there ended with exit code {code} while batchmill was imported"
+            flaw += f", and wrote {words.splitlines()[-1]!r}" if words else ""
+        return Exited(worker.number, code, why=str(error), setup_flaw=flaw, ending=ending, last_words=words)
+
+    async def _last_words(self, address: str, pid: int) -> str:
+        """What a dead process of a node wrote last to its standard error."""
+        with contextlib.suppress(Exception):  # the node may be gone, or start no process at all
+            async with asyncio.timeout(PROBE_S):
+                for node in await asyncio.to_thread(ray.nodes):
+                    if node["Alive"] and node["NodeManagerAddress"] == address:  # of a test, several have one
+                        words = await _on_node(_end_of_log, node["NodeID"]).remote(pid, WORDS_BYTES)
+                        if lines := [line for line in words.decode(errors="replace").splitlines() if line[:1] != ":"]:
+                            return "\n".join(lines)  # without Ray's own, such as ":job_id:01000000"
+        return ""
 
     def _deliver(self, worker: DriverWorker, message: bytes) -> None:
         """Send a message with those that gather while the last ones are on their way."""
@@ -354,6 +380,15 @@ def _on_node(task: Any, node_id: str) -> Any:
     """A task that runs on this node, and takes no place there."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return task.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+
+
+@ray.remote
+def _end_of_log(pid: int, size_max: int) -> bytes:
+    """The end of what a process of Ray's wrote to its standard error. Nothing of batchmill's is imported for it: that
+    may be what ended the process.
+    """
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    return b"".join(path.read_bytes()[-size_max:] for path in folder.glob(f"worker-*-{pid}.err"))[-size_max:]
 
 
 @ray.remote

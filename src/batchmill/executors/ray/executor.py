@@ -45,6 +45,7 @@ from batchmill.executors.ray.frames import (
 from batchmill.executors.ray.ray_worker import RayWorker
 from batchmill.executors.ray.shared_store import SharedStore, keep_left
 from batchmill.executors.ray.tasks import RayTasks
+from batchmill.models import redaction
 from batchmill.models.worker_environment import MACHINE, chosen
 from batchmill.object_store.credentials import on_nodes, settings_of
 from batchmill.states import PauseReason
@@ -278,7 +279,7 @@ class RayExecutor:
     def _end(self, worker: RayWorker, exited: Exited) -> None:
         """End a worker; if it did not end by itself, once the owner has everything that it wrote."""
         if self._store is None or exited.code == 0 or not exited.node:
-            worker.end(exited.code, is_lost=exited.is_lost)
+            worker.end(exited.code, is_lost=exited.is_lost, ending=exited.ending)
             return
         task = asyncio.create_task(self._collect(worker, exited, self._store))
         self._endings.add(task)
@@ -294,7 +295,7 @@ class RayExecutor:
         except (BatchmillError, OSError) as error:
             self.note(worker, f"what it left was not brought, so those rows run again: {error}")
         finally:
-            worker.end(exited.code, is_lost=exited.is_lost)
+            worker.end(exited.code, is_lost=exited.is_lost, ending=exited.ending)
 
     async def _bring_left(self, worker: RayWorker, store: SharedStore, node: str) -> bool:
         """Write what a worker left on its node to this machine. Returns whether there are rows in it."""
@@ -398,13 +399,15 @@ class RayExecutor:
                     worker.receive(event)
             case Waits(number, why):
                 if (worker := self._workers.get(number)) is not None:
-                    worker.waits = why
+                    worker.waits, worker.is_placed = why, worker.is_placed or not why
             case Exited(number, _, _, why):
                 if (worker := self._workers.get(number)) is not None:
+                    if event.last_words:
+                        self.note(worker, f"its process wrote:\n{redaction.mask(event.last_words)}")
                     if why:
                         self.note(worker, why)
                     if event.setup_flaw:
-                        text = NO_SETUP.format(event.setup_flaw, __version__)
+                        text = NO_SETUP.format(redaction.mask(event.setup_flaw), __version__)
                         worker.fail(Failed("node_not_set_up", text, PauseReason.ENGINE_FAILED))
                     self._end(worker, event)
             case Collected(number):

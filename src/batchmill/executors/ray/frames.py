@@ -203,6 +203,8 @@ class Exited(Struct, frozen=True, tag="exited"):
     why: str = ""
     node: str = ""  # id
     setup_flaw: str = ""  # its node cannot make an actor of batchmill's: it has none, or another one
+    ending: str = ""  # how its process ended, if it has no exit code
+    last_words: str = ""  # what it wrote before it had a log
 
 
 class Collected(Struct, frozen=True, tag="collected"):

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,4 +82,23 @@ def on_first_sigterm(leave: Callable[[], None]) -> None:
     names[EXIT] = called
 
 
-__all__ = ["lead_session", "on_first_sigterm"]
+def end_with_this_thread() -> None:
+    """End this process as `sys.exit` ends any other, if what runs in this thread calls it.
+
+    The thread has Ray's event loop. Without this it would end alone, without a word, and whoever waits for the actor
+    would wait for ever.
+    """
+    thread, others = threading.current_thread(), threading.excepthook
+
+    def ended(failure: threading.ExceptHookArgs) -> None:
+        if failure.thread is not thread or not isinstance(failure.exc_value, SystemExit):
+            others(failure)
+            return
+        traceback.print_exception(failure.exc_value)
+        code = failure.exc_value.code
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    threading.excepthook = ended
+
+
+__all__ = ["end_with_this_thread", "forget_threads", "lead_session", "on_first_sigterm"]

@@ -46,8 +46,9 @@ class RayWorker:
         self._executor = executor
         self.pid = 0  # on its node; 0 until it is ready
         self.waits = ""
-        self.was_launched = False
+        self.was_launched = self.is_placed = False
         self.is_lost = False
+        self.ending = ""
         self._is_overrun = False  # this process was too slow for its messages: no fault of its own
         self.opened: dict[str, Path] = {}  # jobs that it has -> the folder of their segments
         self._code: int | None = None
@@ -62,7 +63,9 @@ class RayWorker:
     def send(self, message: Struct) -> None:
         if self._code is not None:
             return
-        if isinstance(message, Drain) and not self.was_launched:
+        if isinstance(message, Drain) and not self.is_placed:
+            if self.was_launched:
+                self._executor.send(Kill(self.number))
             self.end(0)
             return
         message = self._executor.prepared(message)
@@ -103,8 +106,9 @@ class RayWorker:
             self._executor.send(Kill(self.number))
         self.end(1)
 
-    def end(self, code: int, *, is_lost: bool = False) -> None:
+    def end(self, code: int, *, is_lost: bool = False, ending: str = "") -> None:
         if self._code is None:
+            self.ending = ending
             self._code, self.is_lost = (LOST, True) if self._is_overrun else (code, is_lost)
             self._executor.forget(self)
             self._received.put_nowait(None)

@@ -365,12 +365,15 @@ class Pool:
         self._deaths.count(by_row=death.by_row, by_call=is_answering and not worker.storage_error)
         log = worker.home / f"{worker.name}.log"
         log_tail = redaction.mask(last_lines(log))
-        why = f"its disk failed: {worker.storage_error}" if worker.storage_error else f"exit code {code}"
-        text = f"a worker died ({why})" + (f"; its last lines:\n{log_tail}" if log_tail else f"; see {log}")
-        self._tools.log.add(self.key, "failed", text, worker.replica)
+        ending = f"exit code {code}" if worker.placed is None else worker.placed.ending or f"exit code {code}"
+        why = f"its disk failed: {worker.storage_error}" if worker.storage_error else ending
+        words = f"; the last lines of {log}:\n{log_tail}" if log_tail else f"; see {log}"
+        self._tools.log.add(self.key, "failed", f"a worker died ({why}){words}", worker.replica)
         if not self._deaths.are_too_many:
             return False
-        text = f"{self._deaths.most} workers of {self.model.name!r} died one after another ({why}); see {log}"
+        if worker.was_ready:  # what it wrote may be of other projects' requests
+            words = f"; see {log}"
+        text = f"{self._deaths.most} workers of {self.model.name!r} died one after another ({why}){words}"
         if worker.storage_error:
             self._give_up(worker, Failed("storage_failed", text, PauseReason.STORAGE_FAILED))
         else:
@@ -414,7 +417,7 @@ class Pool:
                     self._deaths.count_reply()
             case Ready():
                 if not worker.is_leaving:
-                    worker.is_ready = self.was_ready = True
+                    worker.is_ready = worker.was_ready = self.was_ready = True
                     self._tools.log.add(self.key, "ready", replica=worker.replica)
                     self._wake_waiters()
                     await self._dispatcher.receive(self, worker, message)

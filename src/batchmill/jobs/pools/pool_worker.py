@@ -138,7 +138,7 @@ class PoolWorker:
     ) -> None:
         self.name, self.home, self.handle, self.provision, self.replica = name, home, handle, provision, replica
         self.is_leaving = False  # it finishes its work and ends
-        self.is_ready = False
+        self.is_ready = self.was_ready = False
         self.is_ended = False  # its owner killed it, so its end is not the fault of a row
         self.storage_error = ""  # why it cannot write outcomes, in which case its end is not the fault of a row
         self.requested: Counter[str] = Counter()  # job -> further grants that it requests
