@@ -141,6 +141,21 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def link_over(source: Path, target: Path) -> None:
+    """Link a file to another name, in place of what has that name, which is never without a file meanwhile.
+
+    Raises: OSError; FileNotFoundError where `source` is not there.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        part = target.with_name(target.name + ".part")
+        part.unlink(missing_ok=True)
+        os.link(source, part, follow_symlinks=False)
+        os.replace(part, target)
+        part.unlink(missing_ok=True)  # it stays where both names were of one file already
+
+
 def remove_files(paths: Sequence[Path]) -> None:
     """Remove the existing ones of `paths`, durably. They are all in one folder."""
     gone = 0

@@ -268,8 +268,8 @@ async def test_a_class_in_an_environment_of_its_own(
 
 async def test_a_class_that_never_loads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that hangs while it is imported is stopped, and leaves no version."""
-    monkeypatch.setattr(validator_processes, "LOAD_S", 0.5)
-    with pytest.raises(ModelFailed, match="said nothing for 0.5 s and was killed"):
+    with monkeypatch.context() as patch, pytest.raises(ModelFailed, match="said nothing for 0.5 s and was killed"):
+        patch.setattr(validator_processes, "LOAD_S", 0.5)
         await place.deploy("pass", code="import time\ntime.sleep(1000)\n")
     assert place.named() == [] and not list((place.folder / "models" / "versions").rglob("a.py"))
     with pytest.raises(ModelFailed):

@@ -176,7 +176,7 @@ async def test_results_of_many_jobs_that_have_ended(room):
     record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1, "errors_output": None}
     await room.database.write(room.files.store_end, record)
     room.files.ended(JOB)
-    assert room.files._arriving == set()
+    assert room.files.arrivals.ids == set()
 
 
 async def test_a_result_that_is_deleted_as_its_job_ends(room):

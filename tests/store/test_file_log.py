@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+from functools import partial
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
+from batchmill.errors import BatchmillError, DatabaseUnavailable
+from batchmill.store import file_log
 from batchmill.store.file_log import BATCH_MAX, FileLog
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import logged_files
@@ -81,6 +86,75 @@ async def test_a_file_keeps_its_other_name(tmp_path, database):
     await database.write(log.link, tmp_path / "a", tmp_path / "b")
     await database.write(log.write, tmp_path / "a", b"second")
     assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"second", b"first")
+
+
+async def test_a_replaced_owner_writes_over_no_file(tmp_path, database, monkeypatch):
+    """A process that was stopped in the middle of a transaction, and goes on after another one has become the owner,
+    leaves files and links of the same names as they are: the other one's."""
+    log, paths = FileLog(database, tmp_path), (tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    await database.write(log.write, paths[0], b"its own")
+    await database.write(log.link, paths[0], paths[1])
+    await database.write(log.write, paths[2], b"another")
+    await log.sync()
+
+    async def all_refused(error: type[Exception]) -> None:
+        for refused in (
+            partial(log.write, path=paths[0], data=b"stale"),
+            partial(log.link, source=paths[2], target=paths[1]),
+        ):
+            with pytest.raises(error):
+                await database.write(refused)
+        assert [path.read_bytes() for path in paths] == [b"its own", b"its own", b"another"]
+        assert await logged(database) == [] and not list(tmp_path.glob("*.part"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "owned_s", lambda: -1.0)
+        await all_refused(DatabaseUnavailable)
+
+    def ended(*_: object) -> None:
+        raise OperationalError("INSERT", None, Exception("terminating connection due to administrator command"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_log, "put", ended)
+        await all_refused(BatchmillError)
+
+
+async def test_a_replaced_owner_restores_no_file(tmp_path, database, monkeypatch):
+    """What is written again when the log is opened may have been replaced by then."""
+    await database.write(FileLog(database, tmp_path).write, tmp_path / "a", b"logged")
+    (tmp_path / "a").write_bytes(b"newer")
+    monkeypatch.setattr(database, "owned_s", lambda: -1.0)
+    with pytest.raises(DatabaseUnavailable):
+        await FileLog(database, tmp_path).sync()
+    assert (tmp_path / "a").read_bytes() == b"newer"
+
+
+@pytest.mark.parametrize("failing", ["replace", "write"])
+async def test_a_file_that_cannot_be_replaced_stays(tmp_path, database, monkeypatch, failing):
+    """A file is never without its name, nor with half of its new bytes, and the database has none of these."""
+    log = FileLog(database, tmp_path)
+    await database.write(log.write, tmp_path / "a", b"first")
+    await log.sync()
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(db: sa.Connection) -> None:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, failing, refused)
+            log.write(db, tmp_path / "a", b"second")
+
+    await database.write(write)
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert await logged(database) == [] and [path.name for path in tmp_path.glob("a*")] == ["a"]
+
+
+async def test_a_link_to_the_same_file_leaves_no_other(tmp_path, database):
+    """Made again, a link is what it was."""
+    log = FileLog(database, tmp_path)
+    await database.write(log.write, tmp_path / "a", b"bytes")
+    assert [await database.write(log.link, tmp_path / "a", tmp_path / "b") for _ in range(2)] == [5, 5]
+    assert os.stat(tmp_path / "a").st_nlink == 2
 
 
 async def test_after_an_error_files_are_written_anew(tmp_path, database, monkeypatch):

@@ -21,7 +21,7 @@ from story.running_server import RunningServer
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
-ROWS = 500
+ROWS, SHORT_JOBS = 500, 12
 STEADY = """
 
 def steady(messages, model=None):
@@ -67,7 +67,8 @@ def verify(project: Path, batch: str) -> dict:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_standby_takes_over(project: Path, end: signal.Signals):
     """While one server owns the database, the other answers 503. When the first is killed, or stopped, the second one
-    finishes its batch: no row is lost or doubled. The first, when it goes on, ends itself.
+    finishes its batch, and the short ones that were just ending: no row is lost or doubled. The first, when it goes on,
+    ends itself, and leaves the results as the second one has published them.
     """
     other = project / "other"
     other.mkdir()
@@ -84,15 +85,20 @@ def test_a_standby_takes_over(project: Path, end: signal.Signals):
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
             assert first.url not in reply.text
             until(lambda: client.batches.retrieve(batch.id), lambda seen: seen.request_counts.completed >= ROWS // 10)
+            short = [submit(client, [row("r", f"text {n}")]) for n in range(SHORT_JOBS)]
             first.signal(end)
             starting.result()
             with OpenAI(api_key="x", base_url=f"{second.url}/v1", max_retries=5) as successor:
                 done = ended(successor, batch)
+                outputs = [ended(successor, each).output_file_id for each in short]
+                first.signal(signal.SIGCONT)
+                assert first.wait() == (EXIT_REPLACED if end is signal.SIGSTOP else -signal.SIGKILL)
                 results = result_lines(successor, done.output_file_id)
+                assert [texts(result_lines(successor, each)) for each in outputs] == [
+                    {"r": f"TEXT {n}"} for n in range(SHORT_JOBS)
+                ]
             assert [each["custom_id"] for each in results] == [f"r{n}" for n in range(ROWS)]
             assert texts(results) == {f"r{n}": f"TEXT {n}" for n in range(ROWS)}
-            first.signal(signal.SIGCONT)
-            assert first.wait() == (EXIT_REPLACED if end is signal.SIGSTOP else -signal.SIGKILL)
             if end is signal.SIGSTOP:
                 assert "another process has become the owner of the database" in first.log
             assert verify(project, batch.id)["rows_done"] == ROWS

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -20,7 +20,8 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed, to_storage_error
-from batchmill.part_files import sync_folder
+from batchmill.owner_clock import check_left
+from batchmill.part_files import link_over, sync_folder
 from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
@@ -65,32 +66,46 @@ class FileLog:
     def write(self, db: sa.Connection, path: Path, data: bytes) -> None:
         """Write a file, or replace it. It is durable once the transaction is, and may be there without it.
 
-        Raises: OSError.
+        Raises: OSError. DatabaseUnavailable where another process may have become the owner: the file may be its own.
         """
         assert len(data) <= FILE_BYTES_MAX, "a longer file is synced by itself"
-        _create(path, data)
-        self._put(db, path, None, data)
+        with self._logged(db, path, None, data):
+            _create(path, data)
 
     def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
         """Link a file to another name, as `write`. Returns its size; None: it is not there.
 
         The link would be made again of what the file is then: `sync` before its name gets other bytes.
 
-        Raises: OSError.
+        Raises: as `write`.
         """
-        if not _link(source, target):
+        try:
+            with self._logged(db, target, self._name(source), None):
+                link_over(source, target)
+                return os.stat(target).st_size
+        except FileNotFoundError:
             return None
-        self._put(db, target, self._name(source), None)
-        return os.stat(target).st_size
 
     def forget(self, db: sa.Connection, paths: Iterable[Path]) -> None:
         """Forget files that are being removed."""
         if gone := [{"of_path": self._name(path)} for path in paths]:
             _FORGET_ANY.run_all(db, gone)
 
-    def _put(self, db: sa.Connection, path: Path, source: str | None, data: bytes | None) -> None:
+    @contextlib.contextmanager
+    def _logged(self, db: sa.Connection, path: Path, source: str | None, data: bytes | None) -> Iterator[None]:
+        """Store what a file is to be, then have it written.
+
+        In this order: the database ends the transaction of a process that was stopped and replaced, which must not
+        write over a file of its successor.
+        """
         self._number += 1
         put(db, logged_files, {"path": self._name(path), "number": self._number, "source": source, "data": data})
+        check_left(self._database.owned_s())
+        try:
+            yield
+        except OSError:
+            self.forget(db, [path])
+            raise
         self._has_some = True
 
     def _name(self, path: Path) -> str:
@@ -171,6 +186,7 @@ class FileLog:
         for each in db.execute(_WHOLE, {"paths": [each.path for each in found]}):
             path = self._home / each.path
             if self._is_opening or path.exists():  # else it has been removed
+                check_left(self._database.owned_s())
                 self._restore(path, each.source, each.data)
 
     def _restore(self, path: Path, source: str | None, data: bytes | None) -> None:
@@ -184,7 +200,7 @@ class FileLog:
             first = self._home / source
             if not first.exists() or (path.exists() and path.samefile(first)):
                 return  # what is left of a file whose first name is gone stays
-            _link(first, path)
+            link_over(first, path)
 
 
 def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
@@ -193,13 +209,22 @@ def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Write a new file. The one that is there goes: it may have another name, of results before a retry."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    """Write a new file. It replaces the one that is there, which may have another name: of results before a retry."""
     try:
-        fd = os.open(path, flags, FILE_MODE)
+        _write_new(path, data)
     except FileExistsError:
-        os.unlink(path)
-        fd = os.open(path, flags, FILE_MODE)
+        part = path.with_name(path.name + ".part")
+        part.unlink(missing_ok=True)
+        try:
+            _write_new(part, data)
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
     try:
         _write_all(fd, data)
     finally:
@@ -231,15 +256,3 @@ def _fsync(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _link(source: Path, target: Path) -> bool:
-    try:
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except FileExistsError:
-            os.unlink(target)  # left by an interrupted call: it may be of an older generation
-            os.link(source, target, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,9 +26,10 @@ from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
-from batchmill.part_files import sync_folder
+from batchmill.part_files import link_over, sync_folder
 from batchmill.ports import Clock
 from batchmill.services.files import records as file_records
+from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.incoming import (
     FREE_BYTES_MIN,
     Disk,
@@ -101,7 +103,7 @@ class FileService:
         self.home = data_dir / "files"
         self.free_bytes_min = FREE_BYTES_MIN
         self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
-        self._arriving: set[str] = set()  # ids whose bytes may be on disk before their record
+        self.arrivals = Arrivals()
         self._uploaded: OrderedDict[str, FileRecord] = OrderedDict()  # lately: most are read by a job at once
         self._holds: Counter[str] = Counter()
         self._deleting: set[str] = set()
@@ -126,18 +128,18 @@ class FileService:
 
     def begin_incoming(self, file_id: str, bytes_max: int, writing: Writing | None) -> Incoming:
         """Begin an incoming file that has no record yet. Call `end_incoming` when it is stored or dropped."""
-        self._arriving.add(file_id)
+        self.arrivals.begin([file_id])
         return Incoming(
             self.disk,
             self.home / ARRIVING / file_id,
             bytes_max=bytes_max,
             free_bytes_min=self.free_bytes_min,
-            piece_bytes=piece_bytes(len(self._arriving)),
+            piece_bytes=piece_bytes(len(self.arrivals.ids)),
             writing=writing,
         )
 
     def end_incoming(self, file_id: str) -> None:
-        self._arriving.discard(file_id)
+        self.arrivals.end([file_id])
 
     async def store(self, record: FileRecord, incoming: Incoming, within: Within | None = None) -> None:
         """Store the bytes, then the record. `within` runs in the record's transaction and may refuse it."""
@@ -269,12 +271,16 @@ class FileService:
         names = ("id", "state", "project", "created", "finished", "generation", "output", "errors_output", "rows_ok")
         view = JobView(**{name: record[name] for name in names}, origin=origin)
         files_of_job, results = ResultFiles.of(view), {}
-        for file_id, path in files_of_job.missing({}):
-            self._arriving.add(file_id)
+        found = files_of_job.missing({})
+        ids = [file_id for file_id, _ in found]
+        if not self.arrivals.begin(ids):
+            return  # a request for the results adopts them
+        for file_id, path in found:
             try:
                 size_bytes = log.link(db, Path(path), self.home / file_id)
             except OSError:
-                return  # a request for the results adopts them, or says why they cannot be
+                self.arrivals.end(ids)
+                return  # as above, or says why they cannot be
             results[file_id] = self._adopted(view, file_id, path, size_bytes)
             _insert_result(db, results[file_id])
         faults.point("in_adoption")
@@ -292,7 +298,7 @@ class FileService:
 
     def _end_arrival(self, adopted: AdoptedResults | None) -> AdoptedResults | None:
         if adopted is not None:
-            self._arriving.difference_update(each.id for each in adopted.results if each is not None)
+            self.arrivals.end(each.id for each in adopted.results if each is not None)
         return adopted
 
     async def _adopt_logged(self, view: JobView, files_of_job: ResultFiles, log: FileLog) -> dict[str, Result]:
@@ -309,12 +315,12 @@ class FileService:
                 faults.point("in_adoption")
             return results
 
-        self._arriving.update(files_of_job.ids)
+        await self.arrivals.begin_soon(files_of_job.ids)
         try:
             with full_disk():
                 return await self._database.write(adopt)
         finally:
-            self._arriving.difference_update(files_of_job.ids)
+            self.arrivals.end(files_of_job.ids)
 
     def _is_own(self, job_id: str, path: Path) -> bool:
         """Whether a result file is where jobs keep theirs."""
@@ -340,7 +346,7 @@ class FileService:
     async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
         if not self._is_own(view.id, path):
             return None
-        self._arriving.add(file_id)
+        await self.arrivals.begin_soon([file_id])
         try:
             target = self.home / file_id
             async with using(self.stored, path):
@@ -353,7 +359,7 @@ class FileService:
                 return None
             return adopted
         finally:
-            self._arriving.discard(file_id)
+            self.arrivals.end([file_id])
 
     # -- delete -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +415,7 @@ class FileService:
     async def sweep(self) -> int:
         """Remove expired files and what a crash left. Returns the number of removed files. Skips files in use."""
         async with self._sweeping:
-            await self.disk.run(remove_others, self.home / ARRIVING, lambda: self._arriving)
+            await self.disk.run(remove_others, self.home / ARRIVING, lambda: self.arrivals.ids)
             if not self._swept_orphans:
                 await self._sweep_orphans()
                 self._swept_orphans = True
@@ -434,13 +440,12 @@ class FileService:
     async def _sweep_orphans(self) -> None:
         names = await self.disk.run(names_in, self.home)
         names = sorted({*names, *await self.stored.names_in(self.home)})
-        names = [name for name in names if name not in self._arriving]  # listed before the records are read
-        for first in range(0, len(names), SWEEP_MAX):
-            page_names = names[first : first + SWEEP_MAX]
-            recorded = await self._database.read(file_records.find_ids, page_names)
-            orphans = [self.home / name for name in page_names if name not in recorded]
-            await self.disk.run(unlink_all, orphans)
-            await self.stored.remove(*orphans)
+        await self.arrivals.sweep(names, partial(self._database.read, file_records.find_ids), self._remove_bytes)
+
+    async def _remove_bytes(self, file_ids: Sequence[str]) -> None:
+        paths = [self.home / file_id for file_id in file_ids]
+        await self.disk.run(unlink_all, paths)
+        await self.stored.remove(*paths)
 
     def close(self) -> None:
         """Stop reading and writing. Running calls end by themselves."""
@@ -574,10 +579,8 @@ def _removal(record: FileRecord, by: str, at: float) -> Removal:
 
 def link(source: Path, target: Path) -> int | None:
     """Hard-link a file that never changes. Returns its size, or None if it does not exist (any more)."""
-    with contextlib.suppress(FileNotFoundError):
-        target.unlink()  # left by an interrupted call: it may be of an older generation
     try:
-        os.link(source, target, follow_symlinks=False)
+        link_over(source, target)  # what an interrupted call left may be of an older generation
     except FileNotFoundError:
         return None
     sync_folder(target.parent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
 from batchmill.part_files import sync_folder
 from batchmill.ports import Clock
+from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.files import FileService, checked_filename, new_id
 from batchmill.services.files.incoming import names_in, run_to_completion, unlink_all
 from batchmill.services.files.records import FileRecord
@@ -179,7 +181,7 @@ class UploadService:
     def __init__(self, database: Database, files: FileService, clock: Clock) -> None:
         self._database, self._files, self._clock = database, files, clock
         self.home = files.home / PARTS
-        self._arriving: set[str] = set()  # parts whose bytes may be on disk before their record
+        self._arrivals = Arrivals()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by upload
         self._swept_orphans = False
         self.home.mkdir(exist_ok=True, mode=0o700)
@@ -219,7 +221,7 @@ class UploadService:
     async def store_part(self, part: PartRecord, writer: PartWriter) -> None:
         """Store the bytes, then the record."""
         path = self.home / part.id
-        self._arriving.add(part.id)
+        self._arrivals.begin([part.id])
         try:
             await writer.incoming.settle(path)
             await self._files.stored.publish(path)
@@ -228,7 +230,7 @@ class UploadService:
             await self._unlink([part.id])
             raise
         finally:
-            self._arriving.discard(part.id)
+            self._arrivals.end([part.id])
 
     async def complete(
         self, project: str, upload_id: str, *, part_ids: Sequence[str], md5: str | None = None
@@ -310,11 +312,7 @@ class UploadService:
     async def _sweep_orphans(self) -> None:
         names = await self._files.disk.run(names_in, self.home)
         names = sorted({*names, *await self._files.stored.names_in(self.home)})
-        names = [name for name in names if name not in self._arriving]  # listed before the records are read
-        for first in range(0, len(names), SWEEP_MAX):
-            page_names = names[first : first + SWEEP_MAX]
-            recorded = await self._database.read(known_parts, page_names)
-            await self._unlink([name for name in page_names if name not in recorded])
+        await self._arrivals.sweep(names, partial(self._database.read, known_parts), self._unlink)
 
     async def _pending(self, project: str, upload_id: str) -> UploadRecord:
         record = await self.get(project, upload_id)
