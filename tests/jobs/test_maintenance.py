@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from fakes.held_clock import HeldClock
 
-from batchmill.jobs.maintenance import POLL_S, RETRY_MAX_S, Maintenance, Stalled
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.maintenance import POLL_S, RETRY_MAX_S, TIDY_S, Maintenance, Stalled
 from batchmill.store.disk_room import RESERVE_BYTES, DiskReserve
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0)
 
 
 class Owner:
@@ -16,6 +24,8 @@ class Owner:
         self.clock, self.folder = HeldClock(), folder
         self.jobs: list[Stalled] = []
         self.resumed: list[tuple[str, float]] = []
+        self.tidied: list[float] = []
+        self.can_tidy = True
         self.maintenance = Maintenance(
             self.clock, DiskReserve(folder / "disk_reserve"), self.stalled, self.resume, self.tidy
         )
@@ -24,7 +34,9 @@ class Owner:
         return self.jobs
 
     async def tidy(self) -> None:
-        """There is nothing to forget."""
+        self.tidied.append(self.clock.at)
+        if not self.can_tidy:
+            raise LedgerBroken("nothing can be deleted")
 
     async def resume(self, job_id: str) -> None:
         self.resumed.append((job_id, self.clock.at))
@@ -82,3 +94,23 @@ async def test_a_resume_that_waits_holds_up_no_other(tmp_path):
     assert [job for job, _ in owner.resumed] == ["job_1", "job_2", "job_2"]
     await owner.maintenance.close()
     assert slow.cancelled()
+
+
+async def test_what_cannot_be_deleted_is_tried_less_and_less_often(tmp_path, caplog):
+    """Deleting old records that fails is tried again with growing pauses, and soon again after it has succeeded once.
+    Each failure is logged.
+    """
+    owner = Owner(tmp_path)
+    owner.can_tidy = False
+    owner.maintenance.start()
+    await until(lambda: owner.clock.at > 3 * TIDY_S)
+    pauses = [after - before for before, after in pairwise(owner.tidied)]
+    assert pauses == sorted(pauses) and pauses[:3] == [POLL_S, 2 * POLL_S, 4 * POLL_S] and len(pauses) < 15
+    assert caplog.text.count("nothing can be deleted") == len(owner.tidied)
+    owner.can_tidy, failures = True, len(owner.tidied)
+    await until(lambda: len(owner.tidied) == failures + 2)
+    assert owner.tidied[-1] - owner.tidied[-2] == TIDY_S
+    owner.can_tidy = False
+    await until(lambda: len(owner.tidied) == failures + 4)
+    assert owner.tidied[-1] - owner.tidied[-2] == POLL_S
+    await owner.maintenance.close()

@@ -61,7 +61,7 @@ class Maintenance:
         tidy: Callable[[], Awaitable[None]],
     ) -> None:
         self._clock, self._disk_reserve, self._stalled, self._resume = clock, disk_reserve, stalled, resume
-        self._tidy, self._tidied = tidy, -math.inf
+        self._tidy, self._tidy_at, self._tidy_pause_s = tidy, -math.inf, POLL_S
         self._retries: dict[
             str, tuple[float, float]
         ] = {}  # job -> (time of the next attempt, pause after it in seconds)
@@ -76,11 +76,20 @@ class Maintenance:
             await self._clock.sleep(POLL_S)
             try:
                 await self.poll()
-                if self._clock.monotonic() - self._tidied >= TIDY_S:
-                    await self._tidy()
-                    self._tidied = self._clock.monotonic()
             except (BatchmillError, OSError):
                 continue  # the disk or the database still fails: its users report that
+            if self._clock.monotonic() >= self._tidy_at:
+                await self._try_to_tidy()
+
+    async def _try_to_tidy(self) -> None:
+        """Delete expired records; after a failure, again with longer and longer pauses."""
+        try:
+            await self._tidy()
+            pause_s, self._tidy_pause_s = TIDY_S, POLL_S
+        except (BatchmillError, OSError) as error:
+            log.warning("old records are not deleted yet: %s", error)
+            pause_s, self._tidy_pause_s = self._tidy_pause_s, min(2 * self._tidy_pause_s, TIDY_S)
+        self._tidy_at = self._clock.monotonic() + pause_s
 
     async def poll(self) -> list[asyncio.Task[None]]:
         """Begin to resume every stalled job whose folders have enough space. Returns: the attempts."""
