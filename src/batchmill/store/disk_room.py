@@ -58,6 +58,7 @@ def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]
 USED = sa.select(_of(files) + _of(upload_parts) + _of(adapters, adapters.c.state != "removed") + _of(jobs))
 RECENT_S = 1.0  # how long the usage of a project with over a tenth of its quota left is not read again
 ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free bytes, or part of the quota, before a job resumes
+READS_MAX = 4  # of the usage of a project, while files are stored
 WAY_OUT = "delete files, uploads or adapters"
 T = TypeVar("T")
 
@@ -75,12 +76,21 @@ class DiskQuota:
         self._usage: dict[str, tuple[int, int]] = {}  # project -> bytes used when last read, and the quota
         self._read_at: dict[str, float] = {}  # project -> when it was last read, on the monotonic clock
         self._pending: Counter[str] = Counter()  # project -> bytes that are being written
+        self._kept: Counter[str] = Counter()  # project -> bytes that were written and kept
 
     async def usage(self, project: str) -> tuple[int, int]:
         """The bytes of a project, including those being written, and its limit."""
-        usage = self._usage[project] = await self.database.read(self._read, project)
+        reads = 0
+        while True:
+            kept_before = self._kept[project]
+            used_bytes, most = await self.database.read(self._read, project)
+            kept_meanwhile, reads = self._kept[project] - kept_before, reads + 1
+            if kept_meanwhile == 0 or reads == READS_MAX:
+                break
+        # A read that began before a file was stored may not have it: after the last one, such files may count twice.
+        self._usage[project] = used_bytes + kept_meanwhile, most
         self._read_at[project] = time.monotonic()
-        return usage[0] + self._pending[project], usage[1]
+        return self._usage[project][0] + self._pending[project], most
 
     def _read(self, db: sa.Connection, project: str) -> tuple[int, int]:
         disk = os.statvfs(self._data_dir)
@@ -126,6 +136,7 @@ class DiskQuota:
         used_bytes, most = self._usage[project]
         self._pending[project] -= size_bytes
         if is_kept:
+            self._kept[project] += size_bytes
             self._usage[project] = used_bytes + size_bytes, most
 
 
