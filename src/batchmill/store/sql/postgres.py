@@ -116,6 +116,7 @@ class PostgresBackend:
         self._engine = create_engine(url, isolation_level="READ COMMITTED", pool_size=2, max_overflow=0)
         self.reader = create_engine(url, isolation_level="REPEATABLE READ", pool_size=READERS, max_overflow=0)
         sa.event.listen(self.reader, "connect", _make_read_only)
+        sa.event.listen(self.reader, "handle_error", self._refuse_write)
         self.writer = PostgresWriter(self._engine)
         self._silence = owner_row.Silence(clock)
         self._closing = threading.Event()
@@ -221,6 +222,13 @@ class PostgresBackend:
     def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
         """The error for people."""
         return translate(self.place, error)
+
+    def _refuse_write(self, context: sa.engine.ExceptionContext) -> None:
+        """A reader that writes is our bug, and fails at once. For a writer the same error passes: its server has become
+        a standby.
+        """
+        if isinstance(context.original_exception, pg.ReadOnlySqlTransaction):
+            raise LedgerBroken(f"{self.place} failed: {context.original_exception}", code="database_failed")
 
     def stop_waiting(self) -> None:
         """Fail what waits for another attempt."""
