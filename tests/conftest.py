@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,6 @@ ON_BOTH = (
     "services/test_model_versions.py",
     "services/test_outbox.py",
     "services/test_quotas.py",
-    "services/test_repeats.py",
     "services/test_result_files.py",
     "services/test_deployed_schemas.py",
     "services/test_uploads.py",
@@ -69,6 +68,7 @@ ON_BOTH = (
     "server/test_standby.py",
     "store/test_any_database.py",
     "store/test_compiled.py",
+    "store/test_disk_room.py",
     "store/test_revisions.py",
 )
 
@@ -133,19 +133,32 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makemodule(module_path: Path) -> Generator[None, pytest.Module | None, pytest.Module | None]:
+    """Every test of ON_BOTH uses `database_kind`: pytest drops parameters of a fixture that a test does not use."""
+    module = yield
+    if module is not None and str(module_path).endswith(ON_BOTH):
+        module.add_marker(pytest.mark.usefixtures("database_kind"))
+    return module
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of ON_BOTH with each kind of database."""
-    if str(metafunc.definition.path).endswith(ON_BOTH):
-        metafunc.fixturenames.insert(0, "database_kind")
+    """Run the tests of ON_BOTH with each kind of database, but for those that say that they have none to choose."""
+    is_once = metafunc.definition.get_closest_marker("once") is not None
+    if str(metafunc.definition.path).endswith(ON_BOTH) and not is_once:
         metafunc.parametrize("database_kind", [SQLITE, POSTGRESQL], indirect=True)
 
 
 @pytest.fixture
 def database_kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What `open_database` opens in this test."""
+    """What `open_database` opens in this test, which must open a database of this kind, and none of the other."""
+    if request.node.get_closest_marker("once") is not None:
+        yield SQLITE
+        return
     databases.begin(request.param)
     yield request.param
-    databases.end()
+    opened = databases.end()
+    assert opened == {request.param}, f"with {request.param}, this test has opened databases of {opened or 'no kind'}"
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -107,10 +107,14 @@ class PostgresServer:
 
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         """Run a statement outside of a transaction."""
-        arguments = {"host": "127.0.0.1", "port": self.port, "user": USER, "dbname": database, "connect_timeout": 5}
-        with psycopg.connect(**arguments, autocommit=True) as db:
+        with self.connect(database) as db:
             cursor = db.execute(statement)
             return cursor.fetchall() if cursor.description is not None else []
+
+    def connect(self, database: str) -> psycopg.Connection:
+        """A connection whose statements are outside of transactions."""
+        arguments = {"host": "127.0.0.1", "port": self.port, "user": USER, "dbname": database, "connect_timeout": 5}
+        return psycopg.connect(**arguments, autocommit=True)
 
     def create_database(self, name: str) -> str:
         """Create an empty database. Returns its URL."""

@@ -188,6 +188,7 @@ async def test_a_closed_ledger_says_so(tmp_path):
         await commit_log.call(commit_log.ledger.job, "job_1")
 
 
+@pytest.mark.once
 async def test_a_full_disk_is_told_by_its_code(commit_log):
     """SQLite's code says that the disk is full; a path with the word in it does not."""
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
 
 import msgspec
 import pytest
-import sqlalchemy as sa
-from fakes.databases import open_ledger
+from fakes.databases import SQLITE, open_ledger
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.ledger import Ledger, Verdict, undone
 from batchmill.states import JobState
-from batchmill.store.sql import tables
 from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, JobQuery, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.job_spec import JobSpec
@@ -172,6 +177,7 @@ def test_refuses_a_database_of_another_version(tmp_path):
         open_ledger(tmp_path / "batchmill.db")
 
 
+@pytest.mark.once
 def test_refuses_a_file_that_is_no_database(tmp_path):
     """A file that is not a database is an error, not a traceback."""
     (tmp_path / "batchmill.db").write_bytes(b"hello" * 1000)
@@ -182,17 +188,20 @@ def test_refuses_a_file_that_is_no_database(tmp_path):
 class LedgerMachine(RuleBasedStateMachine):
     """Two workers lease, commit, repeat and resume as zombies; a plain set says what must be counted."""
 
+    def __init__(self, ledger: Ledger, job: str) -> None:
+        super().__init__()
+        self.ledger, self.job = ledger, job
+
     @initialize()
     def begin(self) -> None:
-        self.ledger = _memory_ledger()
-        self.ledger.create(spec())
+        self.ledger.create(spec(self.job))
         self.counted: set[int] = set()
         self.held: dict[str, list] = {}
         self.sent: list[Commit] = []
 
     @rule(worker=st.sampled_from("ab"))
     def lease(self, worker: str) -> None:
-        leased = self.ledger.lease("job_1", 0, SHARD)
+        leased = self.ledger.lease(self.job, 0, SHARD)
         assert leased.bitmap == mask_of(pack_positions(sorted(self.counted), SHARD.lo))
         self.held[worker] = [leased.lease, leased.seq, list(undone(leased.bitmap, SHARD.hi - SHARD.lo))]
 
@@ -222,24 +231,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "counted"):
             return
-        assert self.ledger.job("job_1")["rows_ok"] == len(self.counted)
-        assert sum(c.rows_ok + c.rows_failed for c in self.ledger.snapshot("job_1").commits) == len(self.counted)
-
-    def teardown(self) -> None:
-        if hasattr(self, "ledger"):
-            self.ledger.close()
+        assert self.ledger.job(self.job)["rows_ok"] == len(self.counted)
+        assert sum(c.rows_ok + c.rows_failed for c in self.ledger.snapshot(self.job).commits) == len(self.counted)
 
 
-def _memory_ledger() -> Ledger:
-    engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
-    tables.metadata.create_all(engine)
-    return Ledger(SimpleNamespace(writer=engine, reader=engine, close=engine.dispose))
-
-
-LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-TestLedgerMachine = LedgerMachine.TestCase
+def test_two_workers(ledger: Ledger, database_kind: str):
+    """Whatever two workers do, and in which order: each row counts once, under the lease that holds."""
+    jobs = (f"job_{number}" for number in itertools.count(2))
+    examples = 40 if database_kind == SQLITE else 10  # where each transaction takes longer
+    bounds = settings(max_examples=examples, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(lambda: LedgerMachine(ledger, next(jobs)), settings=bounds)
 
 
 def test_no_time_of_a_job_lies_before_another(ledger):

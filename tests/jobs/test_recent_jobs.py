@@ -136,6 +136,7 @@ async def test_an_owner_whose_term_is_over_answers_from_no_memory(job):
     assert recent.get("job") is not None and recent.get("job") is None
 
 
+@pytest.mark.once
 def test_every_function_that_changes_a_job_notes_it():
     """No function of the sources changes records of jobs, or their errors, without telling those who remember them."""
     silent = []

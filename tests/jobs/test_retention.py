@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.databases import open_database
+from fakes.databases import databases
 from fakes.ended_job import JOB, service_of
 from fakes.held_clock import HeldClock
 from ledgered_job import LedgeredJob
@@ -26,18 +26,17 @@ from batchmill.jobs.retention import BY_AGE
 from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.states import JobState
-from batchmill.store.sql.tables import commits, files, jobs, shards
+from batchmill.store.sql.tables import commits, files, shards
 from batchmill.types import DatasetSpec
 
 ROWS = 100
 LEFT = {"job.json", "ending.json", "dataset/seal.json", "results.jsonl"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture
+def data_dir(tmp_path):
     """A data directory with a job that completed 10 s ago, and whose result is a file of its project."""
-    folder = tmp_path_factory.mktemp("model")
-    job = LedgeredJob(folder, ROWS, 50, JOB)
+    job = LedgeredJob(tmp_path, ROWS, 50, JOB)
     job.files.write_spec(job.spec)
     segment = job.segment()
     job.run(segment, range(50))
@@ -54,18 +53,15 @@ def model(tmp_path_factory):
             id="file-r", project="default", purpose="batch_output", filename="r.jsonl", bytes=300, created=1.0, job=JOB
         ))  # fmt: skip
     job.ledger.close()
-    return job
+    return job.data_dir
 
 
-@pytest.fixture
-def data_dir(model, tmp_path):
-    """A copy; the result lies where the copy has it."""
-    shutil.copytree(model.data_dir, tmp_path / "data", ignore=lambda folder, names: [])
-    database = open_database(tmp_path / "data" / "batchmill.db")
-    with database.writer.begin() as db:
-        db.execute(jobs.update().values(output=str(tmp_path / "data" / "jobs" / JOB / "results.jsonl")))
-    database.close()
-    return tmp_path / "data"
+def copy_of(data_dir, name):
+    """A copy of the data directory; the result lies where the original has it."""
+    copy = data_dir.parent / name
+    shutil.copytree(data_dir, copy, ignore=shutil.ignore_patterns("batchmill.db*"))
+    databases.copy(data_dir / "batchmill.db", copy / "batchmill.db")
+    return copy
 
 
 def spec_of(data_dir, job_id):
@@ -156,8 +152,9 @@ async def test_jobs_go_by_age(data_dir):
         await service.close()
 
 
-async def test_a_compacted_job_survives_its_database(model, data_dir):
-    """A job of which only the results are left has its record again where the database was lost."""
+@pytest.mark.once
+async def test_a_compacted_job_survives_its_database(data_dir):
+    """A job of which only the results are left has its record again where the file of the database was lost."""
     service = service_of(data_dir, intermediate_s=0)
     await service.retention.sweep()
     before = await service.show(JOB)
@@ -220,17 +217,19 @@ def kill_at(point, data_dir, what):
     """Remove the job or sweep, in a process that dies at a point, if it passes that."""
     fired = data_dir.parent / f"fired-{what}-{point}"
     environ = os.environ | {"BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environ |= databases.environment(data_dir / "batchmill.db")
     done = subprocess.run([sys.executable, "-P", "-m", "fakes.ended_job", str(data_dir), what], env=environ)
     assert done.returncode == (-9 if fired.exists() else 0)
     return fired.exists()
 
 
+@pytest.mark.once
 async def test_a_salvage_after_a_kill(data_dir):
     """A salvage between a kill and the next start brings no removed job back, and has no row of a compacted one run
     again."""
     backup = Backups(data_dir, HeldClock(), BackupsEntry())._sweep()
     for what, point in (("remove", "after_remove"), ("sweep", "after_plan_dropped")):
-        copy = shutil.copytree(data_dir, data_dir.parent / what)
+        copy = copy_of(data_dir, what)
         assert await asyncio.to_thread(kill_at, point, copy, what)
         if what == "remove":
             assert salvage.salvage(copy, lambda _: None).is_sound
@@ -262,7 +261,7 @@ async def test_killed_at_any_point(data_dir):
     whole = left_of(data_dir)
     for what in ("remove", "sweep"):
         for point in RETENTION_POINTS:
-            copy = shutil.copytree(data_dir, data_dir.parent / f"{what}-{point}")
+            copy = copy_of(data_dir, f"{what}-{point}")
             if not await asyncio.to_thread(kill_at, point, copy, what):
                 continue  # the point is one of the other way
             service = service_of(copy)

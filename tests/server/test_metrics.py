@@ -214,6 +214,7 @@ async def test_adapters_are_counted(jobs: EndedJobs, metrics: Metrics):
     assert not [key for key in await samples(metrics, "p") if key[0].startswith("batchmill_adapter_")]
 
 
+@pytest.mark.once
 def test_models_are_measured():
     """Every gauge of a model is there; two pools of one name are one model: counts add up, shares are their mean."""
     fields = {

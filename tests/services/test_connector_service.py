@@ -317,6 +317,7 @@ async def test_limits(room: RemoteRoom, monkeypatch: pytest.MonkeyPatch) -> None
         await room.remote.connectors.update(US, made.id, {"description": "xx"})
 
 
+@pytest.mark.once
 def test_ids_are_no_flags() -> None:
     """An id has 20 characters that stand in a URL as they are, and begins with a letter or digit."""
     for _ in range(200):
@@ -326,6 +327,7 @@ def test_ids_are_no_flags() -> None:
         assert set(made) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 
 
+@pytest.mark.once
 def test_open_path_is_judged_with_something_in_it() -> None:
     """What calls fill in behind the host keeps no URL from being judged."""
     Endpoints(Private()).check_url("https://api.example.com/v1/${parameters.id}/cancel?x=${parameters.y:-1}")

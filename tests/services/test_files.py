@@ -411,6 +411,7 @@ async def test_a_file_is_deleted_once(room):
 # Many
 
 
+@pytest.mark.once
 def test_many_files_share_what_is_held():
     """The more files arrive together, the less each holds: a few have whole pieces, and thousands a small one."""
     assert piece_bytes(1) == piece_bytes(64) == PIECE_BYTES

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import sqlite3
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from fakes.webhook_receiver import WebhookReceiver
 from standardwebhooks import Webhook
 from webhook_support import FILE_SECRET, EndedJobs
@@ -16,6 +16,7 @@ from batchmill.config import WebhookEntry
 from batchmill.services.webhooks.endpoints import EndedJob
 from batchmill.services.webhooks.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
 from batchmill.states import JobState
+from batchmill.store.sql.tables import outbox
 
 
 @pytest.fixture
@@ -30,16 +31,14 @@ async def jobs(tmp_path: Path) -> AsyncIterator[EndedJobs]:
         yield opened
 
 
-def settled(folder: Path) -> list[tuple[int, int | None, str | None]]:
+def settled(db: sa.Connection) -> list[tuple[int, bool, str | None]]:
     """(attempts, is delivered, failure) of every event that is no longer on its way."""
-    with sqlite3.connect(folder / "batchmill.db") as db:
-        found = db.execute("SELECT attempts, delivered IS NOT NULL, failure FROM outbox WHERE due IS NULL").fetchall()
-    db.close()
-    return found
+    columns = outbox.c.attempts, outbox.c.delivered.is_not(None), outbox.c.failure
+    return [tuple(row) for row in db.execute(sa.select(*columns).where(outbox.c.due.is_(None)))]
 
 
-async def until_settled(folder: Path, n: int) -> list[tuple[int, int | None, str | None]]:
-    while len(found := settled(folder)) < n:
+async def until_settled(jobs: EndedJobs, n: int) -> list[tuple[int, bool, str | None]]:
+    while len(found := await jobs.database.read(settled)) < n:
         await asyncio.sleep(0)
     return found
 
@@ -74,10 +73,10 @@ async def test_an_event_is_told_once(jobs: EndedJobs, receiver: WebhookReceiver)
     await jobs.end(1)
     for _ in range(2):
         async with jobs.running():
-            assert await until_settled(jobs.folder, 1) == [(1, 1, "")]
+            assert await until_settled(jobs, 1) == [(1, True, "")]
     async with jobs.running():
         await jobs.end(2)
-        await until_settled(jobs.folder, 2)
+        await until_settled(jobs, 2)
     assert len(receiver.deliveries) == 2
 
 
@@ -91,7 +90,7 @@ async def test_an_event_survives_a_kill_in_the_middle_of_its_delivery(jobs: Ende
     receiver.held.clear()
     async with jobs.running():
         _, second = await receiver.wait_for(2)
-        await until_settled(jobs.folder, 1)
+        await until_settled(jobs, 1)
     assert (first.id, first.body) == (second.id, second.body)
 
 
@@ -103,7 +102,7 @@ async def test_a_failing_endpoint_is_tried_again_later(jobs: EndedJobs, receiver
     began = jobs.clock.now()
     async with jobs.running():
         tries = await receiver.wait_for(4)
-        assert await until_settled(jobs.folder, 1) == [(4, 1, "")]
+        assert await until_settled(jobs, 1) == [(4, True, "")]
     assert len({each.id for each in tries}) == 1
     times = [int(each.headers["webhook-timestamp"]) - int(began) for each in tries]
     assert [later - earlier >= least for earlier, later, least in zip(times, times[1:], DELAYS_S, strict=False)]
@@ -116,11 +115,11 @@ async def test_an_endpoint_that_never_takes_an_event_is_given_up(jobs: EndedJobs
     jobs.clock.stride = 600.0
     await jobs.register(receiver.url())
     await jobs.end(1)
-    async with jobs.running() as outbox:
+    async with jobs.running() as sender:
         await receiver.wait_for(len(DELAYS_S) + 1)
-        assert await until_settled(jobs.folder, 1) == [(len(DELAYS_S) + 1, 0, "it answered 503")]
+        assert await until_settled(jobs, 1) == [(len(DELAYS_S) + 1, False, "it answered 503")]
     assert len(receiver.deliveries) == len(DELAYS_S) + 1
-    assert outbox.counts == {"delivered": 0, "failed": len(DELAYS_S) + 1, "given_up": 1}
+    assert sender.counts == {"delivered": 0, "failed": len(DELAYS_S) + 1, "given_up": 1}
 
 
 async def test_an_endpoint_that_is_gone_hears_no_more_of_an_event(jobs: EndedJobs, receiver: WebhookReceiver):
@@ -129,7 +128,7 @@ async def test_an_endpoint_that_is_gone_hears_no_more_of_an_event(jobs: EndedJob
     await jobs.register(receiver.url())
     await jobs.end(1)
     async with jobs.running():
-        assert await until_settled(jobs.folder, 1) == [(1, 0, "it answered 410")]
+        assert await until_settled(jobs, 1) == [(1, False, "it answered 410")]
 
 
 async def test_a_dead_endpoint_holds_up_nobody(jobs: EndedJobs, receiver: WebhookReceiver):
@@ -167,18 +166,18 @@ async def test_only_endpoints_of_the_project_hear_of_its_jobs(jobs: EndedJobs, r
     await jobs.end(1, frontend=None)
     await jobs.end(2)
     async with jobs.running():
-        await until_settled(jobs.folder, 1)
+        await until_settled(jobs, 1)
     assert [each.path for each in receiver.deliveries] == ["/hook"]
 
 
 async def test_an_endpoint_is_not_told_what_was_before_it(jobs: EndedJobs, receiver: WebhookReceiver):
     """A job whose end was announced before an endpoint was registered stays unknown to it."""
     await jobs.end(1)
-    async with jobs.running() as outbox:
-        await outbox.run_once()
+    async with jobs.running() as sender:
+        await sender.run_once()
         await jobs.register(receiver.url())
         await jobs.end(2)
-        await until_settled(jobs.folder, 1)
+        await until_settled(jobs, 1)
     (delivery,) = receiver.deliveries
     assert json.loads(delivery.body)["data"]["id"] == "batch_00000000000000000002"
 
@@ -213,8 +212,8 @@ async def test_every_end_is_heard_once(jobs: EndedJobs):
     events: list[EndedJob] = []
     await jobs.end(1, frontend=None)
     await jobs.end(2, traceparent="00-1-2-01")
-    async with jobs.running(on_ended=events.append) as outbox:
-        await outbox.run_once()
+    async with jobs.running(on_ended=events.append) as sender:
+        await sender.run_once()
     assert [(each.job[-1], each.traceparent) for each in events] == [("1", None), ("2", "00-1-2-01")]
 
 
@@ -250,9 +249,9 @@ async def test_results_can_be_fetched_when_their_event_arrives(jobs: EndedJobs, 
 
 async def test_its_end_is_heard_at_any_moment(jobs: EndedJobs):
     """Whoever cancels it is heard wherever it is between two turns: a server that stops waits for it."""
-    outbox = jobs.outbox()
+    sender = jobs.outbox()
     for steps in range(12):
-        resting = asyncio.create_task(outbox._wait())
+        resting = asyncio.create_task(sender._wait())
         for _ in range(steps):
             await asyncio.sleep(0)
         was_done = resting.done()
@@ -262,6 +261,7 @@ async def test_its_end_is_heard_at_any_moment(jobs: EndedJobs):
     assert was_done
 
 
+@pytest.mark.once
 def test_delays_grow_and_spread():
     """Delays grow from seconds to a day; one event always waits as long, and an endpoint may ask for more."""
     events = [f"msg_{number:032x}" for number in range(0, 0x10000, 0x1111)]

@@ -210,6 +210,7 @@ async def test_a_job_that_is_tried_again_counts(tmp_path: Path) -> None:
     await room.close()
 
 
+@pytest.mark.once
 def test_quotas_are_read(tmp_path: Path) -> None:
     """A project's own quotas stand in the place of those of all; what cannot be is refused by its name."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from fakes.databases import open_database
+from fakes.databases import databases, open_database
 from fakes.held_clock import HeldClock
 
 from batchmill import faults
@@ -248,6 +248,7 @@ async def test_killed_while_keys_rotate(room: Room, tmp_path: Path, point: str) 
     values = {f"s{n:04}": f"value-of-{n:04}" for n in range(PAGE + 10)}
     await room.vault.change(values)
     room.database.close()
+    (tmp_path / "batchmill.toml").write_text(databases.settings(tmp_path / "batchmill.db"))
     environment = {**os.environ, "BATCHMILL_FAULT": f"{point}:{tmp_path / 'died'}"}
     command = [sys.executable, "-m", "batchmill", "--data-dir", str(tmp_path), "secrets", "rotate"]
     process = await asyncio.to_thread(
@@ -281,6 +282,7 @@ def model_of_everything() -> ModelSpec:
     return ModelSpec("m", "routes", "", routes=routes)
 
 
+@pytest.mark.once
 def test_every_secret_that_a_model_names() -> None:
     """References are found wherever a spec may hold one; of the routes beside a chosen one, none."""
     model = model_of_everything()
