@@ -193,7 +193,7 @@ async def test_a_full_disk_is_told_by_its_code(commit_log):
     """SQLite's code says that the disk is full; a path with the word in it does not."""
 
     def fill() -> None:
-        with commit_log.ledger._engine.own.connect() as db:
+        with commit_log.ledger._engine.begin() as db:
             pages = db.exec_driver_sql("PRAGMA page_count").scalar()
             db.exec_driver_sql(f"PRAGMA max_page_count={pages}")
             db.exec_driver_sql("CREATE TABLE large (data BLOB)")
