@@ -39,6 +39,12 @@ echo "$OMP_NUM_THREADS" > {found}
 exit 1
 """
 WRONG_CLOCK = Path(__file__).parent.parent / "fakes" / "wrong_clock"
+STORE_BYTES = 16 * 1024 * 1024
+SMALL_STORE = {
+    "STORE_BYTES": str(STORE_BYTES),
+    "RAY_automatic_object_spilling_enabled": "0",
+    "RAY_local_fs_capacity_threshold": "0",  # as if the disk were full
+}
 HOSTILE = Path(__file__).parent.parent / "fakes" / "hostile_actor.py"
 
 
@@ -226,6 +232,23 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
         assert await worker.wait() == -1 and worker.is_lost
         assert executor.why.endswith("takes no messages" if sent else "said nothing for 7.5 s")
     await executor.close()
+
+
+async def test_a_full_object_store_is_waited_for(tmp_path):
+    """A message that Ray's object store has no room for waits, and its worker says so. Short ones need no room there."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    with ray_nodes(1, environ=SMALL_STORE) as nodes:
+        executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
+        model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double")
+        worker = await executor.start(Start("w", model, str(tmp_path / "home")))
+        await ExecutorSuite.expect(worker, Ready)
+        assert await answers(worker)
+        worker.send(AnswerLive(1, LiveRequest("/v1/x", bytes(STORE_BYTES))))
+        while "is full" not in worker.waits:
+            await asyncio.sleep(0)
+        worker.kill()
+        assert await worker.wait() == -9 and not worker.is_lost
+        await executor.close()
 
 
 NO_IMPORT = "raise ImportError('no batchmill is here')"

@@ -5,18 +5,19 @@ It prints the head's address, and obeys lines on standard input: "drain N" (node
 Node N has the resource "nodeN". It runs in the environment that has Ray.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray._private import node, services
+from ray._private import node, ray_constants, services
 from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 AGENT = Path(__file__).with_name("no_agent.sh")
-STORE_BYTES = 80 * 1024 * 1024
+STORE_BYTES = int(os.environ.get("STORE_BYTES", 80 * 1024 * 1024))  # of a node
 PREEMPTION = 2  # as Ray numbers the reasons to drain a node
 NOTICE_S = 600.0
 
@@ -47,6 +48,7 @@ def add(cluster: Cluster, nodes: list, cpus: int, variables: Sequence[str] = ())
 
 def main() -> None:
     leave_out_agents()
+    ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES = STORE_BYTES
     port = {"gcs_server_port": int(sys.argv[1])} if sys.argv[1] != "0" else {}
     cluster = Cluster(
         initialize_head=True,

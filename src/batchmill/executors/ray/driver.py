@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 from msgspec import Struct, structs
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchmill import __version__
@@ -72,6 +73,12 @@ LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ende
 COLLECT_S = 60.0  # for a node to bring what a dead worker left; then those rows run again
 PROBE_S = 20.0  # for a node to tell its versions, or what a process wrote
 WORDS_BYTES = 2048  # of it
+FULL = (ObjectStoreFullError, OutOfDiskError)
+FULL_STORE = (
+    "the object store of Ray on this machine is full, and so is the disk that it spills to: make room, or end what "
+    "holds objects there (`ray memory`)"
+)
+FULL_FIRST_S, FULL_MAX_S = 0.5, 10.0  # between two tries to send a message to a worker; doubles
 NO_EXIT_CODE = "Ray knows no exit code: it crashed, was killed, for example for lack of memory, or called os._exit"
 REFUSED = 77  # exit code of a caller without a token that the head has refused for it
 
@@ -280,8 +287,9 @@ class Driver:
                 while worker.pending and (not batch or size + len(worker.pending[0]) <= ITEM_BYTES):
                     size += len(worker.pending[0])
                     batch.append(worker.pending.pop(0))
+                item = join(batch)
+                await (await self._submitted(worker, item))
                 worker.pending_bytes -= size
-                await worker.actor.deliver.remote(join(batch))
         except ActorFailed:
             return  # `_receive` gets the same, and tells the owner
         except Exception as error:  # whatever Ray raises: these messages are lost, and so is the worker
@@ -290,6 +298,27 @@ class Driver:
             ray.kill(worker.actor)
         finally:
             worker.sending = None
+
+    async def _submitted(self, worker: DriverWorker, item: bytes) -> Any:
+        """The call that brings an item to a worker, once Ray's object store has room for it: longer ones go through it.
+
+        Raises: whatever Ray does.
+        """
+        wait_s = FULL_FIRST_S
+        while True:
+            try:
+                call = worker.actor.deliver.remote(item)
+            except FULL as error:
+                print(f"messages of a worker wait: {type(error).__name__}: {error}", flush=True)
+                worker.why = FULL_STORE
+                self._send(Waits(worker.number, FULL_STORE))
+                await asyncio.sleep(wait_s)
+                wait_s = min(FULL_MAX_S, 2 * wait_s)
+            else:
+                if worker.why == FULL_STORE:
+                    worker.why = ""
+                    self._send(Waits(worker.number, ""))
+                return call
 
     # -- the cluster --------------------------------------------------------------------------------------------------
 
