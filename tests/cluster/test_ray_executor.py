@@ -235,7 +235,7 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
 
 
 async def test_a_full_object_store_is_waited_for(tmp_path):
-    """A message that Ray's object store has no room for waits, and its worker says so. Short ones need no room there."""
+    """A message that Ray's object store has no room for waits, and its worker says so. Short ones need no room."""
     (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
     with ray_nodes(1, environ=SMALL_STORE) as nodes:
         executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
