@@ -7,6 +7,7 @@ import importlib.util
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import pytest
 from fakes import forked_modules, preloaded_server
-from fakes.forked_modules import SYS_CLONE, read_at_start
+from fakes.forked_modules import SHOWN_CHARS, SYS_CLONE, read_at_start
+from fakes.forked_runtimes import PROGRAM
 from fakes.preloaded import IS_ENABLED, PreloadedPopen
+
+from batchmill.function_runtime import printing
 
 BATCHMILL = (sys.executable, "-m", "batchmill")
 
@@ -76,3 +80,25 @@ def test_a_module_is_a_child_like_any_other(tmp_path: Path):
     child.stdin.close()
     child.stdout.close()
     assert child.wait(30) == 0
+
+
+@pytest.mark.skipif(not IS_ENABLED or SYS_CLONE is None, reason="every program gets a new interpreter")
+@pytest.mark.parametrize(("variables", "is_fork"), [({}, True), ({"PYTHONPATH": "/nowhere"}, False)])
+def test_a_functions_process_is_a_child_like_any_other(tmp_path: Path, variables: dict[str, str], is_fork: bool):
+    """What this process starts for a function is its child, a fork where a new interpreter would be like the forker."""
+    ours, theirs = socket.socketpair()
+    memory = os.memfd_create("progress")
+    os.ftruncate(memory, printing.BYTES)
+    environ = {**read_at_start(dict(os.environ)), "A": "ü", **variables}
+    child = PreloadedPopen(
+        [sys.executable, PROGRAM, str(theirs.fileno()), str(memory)], stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno(), memory], cwd=tmp_path, process_group=0, env=environ,
+    )  # fmt: skip
+    entry = Path(f"/proc/{child.pid}")
+    with ours, theirs:
+        assert f"PPid:\t{os.getpid()}\n" in (entry / "status").read_text()
+        assert os.getpgid(child.pid) == child.pid
+        begin, end = map(int, (entry / "stat").read_text().rpartition(")")[2].split()[45:47])
+        assert (end - begin > SHOWN_CHARS) == is_fork  # room for longer words than its own
+    os.close(memory)
+    assert child.wait(30) in (0, 1)

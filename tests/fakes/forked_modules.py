@@ -103,13 +103,17 @@ class ModulePopen(REAL_POPEN):
         environ = dict(os.environ if given["env"] is None else given["env"])
         if not self.can_run_module(environ):
             return None
-        limits = {which: resource.getrlimit(which) for which in LIMITS}
-        return {
-            "module": words[3], "argv": list(map(str, words[4:])), "environ": environ, "limits": limits,
-            "cwd": os.path.abspath(os.fspath(given["cwd"] or ".")), "new_session": given["start_new_session"],
-            "process_group": given["process_group"],
-            "umask": int(Path("/proc/self/status").read_text().split("Umask:")[1].split()[0], 8),
-        }  # fmt: skip
+        return {"module": words[3], "argv": list(map(str, words[4:])), **as_given(given, environ)}
+
+
+def as_given(given: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    """What a process is to have of the arguments of `_execute_child` and of its starter, but for its descriptors."""
+    return {
+        "environ": environ, "limits": {which: resource.getrlimit(which) for which in LIMITS},
+        "cwd": os.path.abspath(os.fspath(given["cwd"] or ".")), "new_session": given["start_new_session"],
+        "process_group": given["process_group"],
+        "umask": int(Path("/proc/self/status").read_text().split("Umask:")[1].split()[0], 8),
+    }  # fmt: skip
 
 
 def send(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
@@ -187,7 +191,7 @@ def start_forker(request: dict[str, Any], fds: list[int]) -> None:
     if os.fork() == 0:
         ours.close()
         try:
-            _serve(theirs)
+            serve(theirs, become_module)
         finally:
             os._exit(0)
     theirs.close()
@@ -206,7 +210,7 @@ def start_forker(request: dict[str, Any], fds: list[int]) -> None:
     subprocess.Popen = ModulePopen
 
 
-def _serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, become_one: Callable[[dict[str, Any], list[int]], NoReturn]) -> None:
     """Fork until the other end closes, holding no descriptor that anybody waits for."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -226,7 +230,7 @@ def _serve(connection: socket.socket) -> None:
         pid = fork_in_session(fork_sibling, request)
         if pid == 0:
             connection.close()
-            become_module(request, fds)
+            become_one(request, fds)
         for fd in fds:
             os.close(fd)
         connection.sendall(struct.pack("!i", pid))
@@ -241,26 +245,30 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environ"])
-    _show([f"{name}={value}" for name, value in os.environ.items()], is_environ=True)
+    show([f"{name}={value}" for name, value in os.environ.items()], is_environ=True)
     random.seed()
     if replies := sys.modules.get("batchmill.server.replies"):
         replies._ids.seed(os.urandom(32))
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         setattr(sys, name, _open(fd, mode, sys_errors="backslashreplace" if fd == 2 else "strict"))
         setattr(sys, f"__{name}__", getattr(sys, name))
-    from batchmill import faults
+    if faults := sys.modules.get("batchmill.faults"):
+        importlib.reload(faults)  # it reads the environment when it is imported
 
-    importlib.reload(faults)  # it reads the environment when it is imported
+
+def take_limits(request: dict[str, Any]) -> None:
+    """Have the mask and the limits of a request."""
+    os.umask(request["umask"])
+    for which, limits in request["limits"].items():
+        if resource.getrlimit(which) != limits:
+            resource.setrlimit(which, limits)
 
 
 def become_module(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Be `python -P -m MODULE` from here on."""
     status = 70
     try:
-        os.umask(request["umask"])
-        for which, limits in request["limits"].items():
-            if resource.getrlimit(which) != limits:
-                resource.setrlimit(which, limits)
+        take_limits(request)
         if request["module"] in SERVERS:
             start_forker(request, fds)
         become(request, fds)
@@ -268,7 +276,7 @@ def become_module(request: dict[str, Any], fds: list[int]) -> NoReturn:
         if os.environ.get("PYTHONPATH") == TESTS:
             sys.path.insert(0, TESTS)
         sys.argv[1:] = request["argv"]
-        _show([sys.executable, "-P", "-m", request["module"], *request["argv"]])
+        show([sys.executable, "-P", "-m", request["module"], *request["argv"]])
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # that it has been imported
             status = exit_code(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True))
     except BaseException:
@@ -278,7 +286,7 @@ def become_module(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def _show(words: list[str], *, is_environ: bool = False) -> None:
+def show(words: list[str], *, is_environ: bool = False) -> None:
     """Have `/proc/PID/cmdline` or `environ` hold these words. What the forker was started with left them room."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = map(int, fields[47:49] if is_environ else fields[45:47])  # as proc(5) numbers them

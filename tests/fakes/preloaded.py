@@ -21,11 +21,11 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from fakes.forked_modules import REAL_POPEN, SHOWN_CHARS, ModulePopen, is_like, read_at_start, receive_pid, send
+from fakes.forked_runtimes import FORKED_RUNTIMES, in_lasting_thread
 from fakes.own_folders import make_folder
 
 import batchmill
@@ -91,30 +91,13 @@ class Preloaded:
             if self._process is None:
                 self._folder = make_folder("batchmill-tests")
                 try:
-                    process = self._start_for_ever()
+                    process = in_lasting_thread(self._start)
                     atexit.register(self._stop, os.getpid())
                 except BaseException:  # a test that was interrupted: the next one starts another server
                     shutil.rmtree(self._folder)
                     raise
                 self._process = process
         return self._address
-
-    def _start_for_ever(self) -> subprocess.Popen[bytes]:
-        """Start the server from a thread that does not end: the kernel would kill what it forks with its parent."""
-        if threading.current_thread() is threading.main_thread():
-            return self._start()
-        started: Future[subprocess.Popen[bytes]] = Future()
-
-        def start() -> None:
-            try:
-                started.set_result(self._start())
-            except BaseException as error:
-                started.set_exception(error)
-                return
-            threading.Event().wait()
-
-        threading.Thread(target=start, daemon=True).start()
-        return started.result()
 
     def _start(self) -> subprocess.Popen[bytes]:
         room = " " * SHOWN_CHARS
@@ -199,8 +182,14 @@ class PreloadedPopen(ModulePopen):
     """
 
     _status_fd: int | None = None  # until the process has ended
-    start_module = staticmethod(PRELOADED.start_module)
     can_run_module = staticmethod(PRELOADED.can_run_module)
+
+    @staticmethod
+    def start_module(request: dict[str, Any], fds: list[int]) -> int:
+        return (FORKED_RUNTIMES.start if "python" in request else PRELOADED.start_module)(request, fds)
+
+    def _request(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        return (FORKED_RUNTIMES.request(given) if IS_ENABLED else None) or super()._request(given)
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments
