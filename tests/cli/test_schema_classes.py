@@ -292,3 +292,12 @@ def test_a_class_without_code_needs_no_process(folder):
             schema_attempts=0, data_dir=Path("data"),
         )  # fmt: skip
     assert job.view.rows_failed == 1
+
+
+def test_a_function_has_no_answers_to_validate(folder):
+    """A schema beside a function is refused before its class is loaded, and before its packages are looked at."""
+    (folder / "app.py").write_text("def double(text):\n    return text\n")
+    (folder / "packages.txt").write_bytes(b"\xff")
+    for words in (["gone.py:Review"], ["reviews.py:Review", "--schema-requirements", "packages.txt"]):
+        done = invoke("run", "in.jsonl", "--model", "function:app.py:double", "-o", "out.jsonl", "--schema", *words)
+        assert done.exit_code == 2 and "a schema is for the answers of language models" in done.output

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from batchmill.client.inputs import described
+from batchmill.client.schema_classes import check_models, models_of
 from batchmill.errors import InvalidInput
 from batchmill.types import OutputSchema
-from batchmill.wire.native import NewJob
+from batchmill.wire.native import ModelInfo, NewJob
 from batchmill.wire.schemas.class_schemas import has_validators, schema_of
 from batchmill.wire.schemas.output_schema import names_of
 from batchmill.wire.schemas.schema_validation import check_schema
@@ -124,3 +125,14 @@ def test_which_classes_have_code() -> None:
             """It may raise."""
 
     assert [has_validators(each) for each in (Plain, Inner, Whole, Late)] == [False, True, True, True]
+
+
+def test_a_class_beside_functions_is_not_deployed() -> None:
+    """Where a server runs functions alone for an order, its schema is refused first; what is not known may answer."""
+    models = [ModelInfo("f", "function_process", []), ModelInfo("g", "connector", []), ModelInfo("m", "openai", [])]
+    for names in ([], ["m"], ["f", "m"], ["f", "an adapter"]):
+        check_models(names, models)
+    for names in (["f"], ["f", "g"]):
+        with pytest.raises(InvalidInput, match="a schema is for the answers of language models"):
+            check_models(names, models)
+    assert [models_of(each) for each in ({}, {"model": "m"}, {"models": ["m", "f"]})] == [[], ["m"], ["m", "f"]]

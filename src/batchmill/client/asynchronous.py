@@ -51,7 +51,15 @@ from batchmill.client.messages import (
 from batchmill.client.pairs import async_sleep, load_transport, run_in_thread
 from batchmill.client.progress import progress_of
 from batchmill.client.queries import check_installed, names_input, query_copies
-from batchmill.client.schema_classes import OptionsT, has_code, refused, settings_of, with_version
+from batchmill.client.schema_classes import (
+    OptionsT,
+    check_models,
+    has_code,
+    models_of,
+    refused,
+    settings_of,
+    with_version,
+)
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
@@ -268,11 +276,13 @@ class AsyncClient:
     async def _with_schema_version(self, options: OptionsT) -> OptionsT:
         """Deploy the class of an order, if its schema is one that validates in Python: the order names the version.
 
-        Raises: Forbidden for a key that may not, with the way out.
+        Raises: Forbidden for a key that may not, with the way out; InvalidInput beside models without answers.
         """
         if not has_code(options):
             return options
         source: Any = options["schema"]
+        if names := models_of(options):
+            check_models(names, await self.models())
         try:
             reply = await self.deploy(source, **settings_of(options))
         except Forbidden as error:

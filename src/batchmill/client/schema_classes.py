@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from batchmill.errors import Forbidden
+from batchmill.types.engine_traits import ENGINES
 from batchmill.wire.bundles import SCHEMA
-from batchmill.wire.native import VersionInfo
+from batchmill.wire.native import ModelInfo, VersionInfo
 from batchmill.wire.schemas.class_schemas import has_validators, schema_of
+from batchmill.wire.schemas.output_schema import needless_schema
 
 OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
 
@@ -25,6 +27,23 @@ def has_code(options: Mapping[str, Any]) -> bool:
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the class of an order is deployed with: no name, so that the same code is the same version."""
     return {"name": "", "kind": SCHEMA, "requirements": options.get("schema_requirements")}
+
+
+def models_of(options: Mapping[str, Any]) -> Sequence[str]:
+    """The models of an order by name; empty: those that its rows name."""
+    model = options.get("model")
+    return options.get("models") or ([] if model is None else [model])
+
+
+def check_models(names: Sequence[str], models: Sequence[ModelInfo]) -> None:
+    """Check what the schema of an order is for, before its class is deployed: that takes seconds.
+
+    Args: names, models: those of the order, and those of the server. Raises: InvalidInput if none has answers to check.
+    """
+    engines = {model.name: model.engine for model in models}
+    known = [ENGINES.get(engines.get(name, "")) for name in names]
+    if known and all(traits is not None and traits.takes_columns for traits in known):
+        raise needless_schema()
 
 
 def with_version(options: OptionsT, version: VersionInfo) -> OptionsT:

@@ -51,7 +51,15 @@ from batchmill.client.messages import (
 from batchmill.client.pairs import load_transport, run_here, sleep
 from batchmill.client.progress import progress_of
 from batchmill.client.queries import check_installed, names_input, query_copies
-from batchmill.client.schema_classes import OptionsT, has_code, refused, settings_of, with_version
+from batchmill.client.schema_classes import (
+    OptionsT,
+    check_models,
+    has_code,
+    models_of,
+    refused,
+    settings_of,
+    with_version,
+)
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
 from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
@@ -263,11 +271,13 @@ class Client:
     def _with_schema_version(self, options: OptionsT) -> OptionsT:
         """Deploy the class of an order, if its schema is one that validates in Python: the order names the version.
 
-        Raises: Forbidden for a key that may not, with the way out.
+        Raises: Forbidden for a key that may not, with the way out; InvalidInput beside models without answers.
         """
         if not has_code(options):
             return options
         source: Any = options["schema"]
+        if names := models_of(options):
+            check_models(names, self.models())
         try:
             reply = self.deploy(source, **settings_of(options))
         except Forbidden as error:

@@ -27,6 +27,7 @@ from batchmill.wire.media import media_columns
 from batchmill.wire.native import Name, NewJob
 from batchmill.wire.sampling import sample_of
 from batchmill.wire.schemas.class_schemas import has_validators, schema_of
+from batchmill.wire.schemas.output_schema import needless_schema
 
 Model = str | Callable[..., Any] | type
 FLAGS = {each.name for each in fields(ModelFlags)}
@@ -144,7 +145,7 @@ async def make_order(
         constant_prompt=job.allow_constant_prompt,
         url=job.url,
         params=job.params,
-        schema=await _schema_of(app, config, keywords),
+        schema=await _schema_of(app, config, keywords, models),
         policy=Policy(
             on_invalid=job.on_invalid,
             dedupe=job.dedupe,
@@ -176,8 +177,12 @@ def _output_format(job: NewJob, dataset: DatasetSpec, output: str | None) -> str
     return "parquet" if output is None and detect_format(dataset) != "openai" else "jsonl"
 
 
-async def _schema_of(app: LocalApp, config: Config, keywords: Keywords) -> OutputSchema | None:
+async def _schema_of(
+    app: LocalApp, config: Config, keywords: Keywords, models: Sequence[ModelSpec]
+) -> OutputSchema | None:
     job = keywords.job
+    if (job.validator or job.schema) is not None and models and all(model.takes_columns for model in models):
+        raise needless_schema()  # before its class is loaded
     if job.validator is not None:
         if job.schema is not None:
             raise InvalidInput("the class of `validator` has a schema: leave `schema` out", code="schema_conflict")

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from batchmill.cli.session import App, Session, global_options, refuse_non_utf8
 from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.client.bundling import bundled
-from batchmill.client.schema_classes import reference_of, refused, settings_of
+from batchmill.client.schema_classes import check_models, reference_of, refused, settings_of
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.datasets.spooled_inputs import FOLDER as SPOOLED
@@ -34,7 +34,7 @@ from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.media import KINDS as MEDIA_KINDS
 from batchmill.wire.media import media_columns
 from batchmill.wire.sampling import SEED, SEED_MAX, sample_of
-from batchmill.wire.schemas.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
+from batchmill.wire.schemas.output_schema import SCHEMA_ATTEMPTS_MAX, needless_schema, one_line, schema_of_fields
 
 TEMPLATE_BYTES_MAX = 1024 * 1024  # of a file with a template
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
@@ -244,7 +244,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         sample=sample_of(options.get("limit"), options.get("sample"), options.get("seed")),
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
-        schema=await output_schema(session, config, options),
+        schema=await output_schema(session, config, options, models),
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
@@ -273,7 +273,9 @@ def media_folder(inputs: Sequence[str], cwd: Path) -> str:
     return str(cwd) if is_spooled else ""
 
 
-async def output_schema(session: Session, config: Config, options: dict[str, Any]) -> OutputSchema | None:
+async def output_schema(
+    session: Session, config: Config, options: dict[str, Any], models: Sequence[ModelSpec]
+) -> OutputSchema | None:
     """The schema of --schema, --fields or --validator. Raises: InvalidInput."""
     cwd, path, fields, validator = session.cwd, options["schema"], options["fields"], options["validator"]
     attempts, prefix, requirements = (
@@ -288,12 +290,14 @@ async def output_schema(session: Session, config: Config, options: dict[str, Any
         return None
     if len(given) > 1:
         raise InvalidInput("--schema, --fields and --validator say the same: give one of them")
+    if session.server_url is None and models and all(model.takes_columns for model in models):
+        raise needless_schema()  # before the class is loaded, or deployed
     attempts = 2 if attempts is None else attempts
     is_of_class = path is not None and is_class(path) and not (cwd / path).exists()
     if requirements is not None:
         if not is_of_class:
             raise InvalidInput("--schema-requirements is for a class: give --schema FILE.py:CLASS with it")
-        validator = await _deployed(session, config, path, cwd / Path(requirements))
+        validator = await _deployed(session, config, path, cwd / Path(requirements), models)
     if validator is not None:
         found = await session.app.deployed_schema(config, validator)
         return replace(found, attempts=attempts, prefix=prefix or "")
@@ -323,7 +327,9 @@ async def _class_of(path: str, cwd: Path, schema: OutputSchema) -> OutputSchema:
         raise InvalidInput(f"{way_out}; {error.message}", code=error.code) from None
 
 
-async def _deployed(session: Session, config: Config, path: str, requirements: Path) -> str:
+async def _deployed(
+    session: Session, config: Config, path: str, requirements: Path, models: Sequence[ModelSpec]
+) -> str:
     """Deploy a class with its packages, without a name: the same code is the same version. Returns its reference.
 
     Raises: Forbidden, with the way out; ModelFailed with the traceback.
@@ -335,6 +341,8 @@ async def _deployed(session: Session, config: Config, path: str, requirements: P
     settings = settings_of({"schema_requirements": packages})
     with bundled(path, settings, cwd=session.cwd) as (order, bundle):
         async with session.open() as client:
+            if session.server_url is not None and models:
+                check_models([model.name for model in models], await client.models())
             try:
                 reply = await session.app.deploy(client, config, bundle)
             except Forbidden as error:

@@ -56,7 +56,13 @@ from batchmill.wire.rows.forms import (
     OpenAIForm,
     TableForm,
 )
-from batchmill.wire.schemas.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
+from batchmill.wire.schemas.output_schema import (
+    SCHEMA_ATTEMPTS_MAX,
+    SCHEMA_URLS,
+    VALIDATION,
+    columns_of,
+    needless_schema,
+)
 
 PRIORITY_MAX = 100
 PREFIX_CHARS_MAX = 100
@@ -210,7 +216,7 @@ def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
             code="invalid_schema_attempts",
         )
     if all(model.takes_columns for model in order.models):
-        raise InvalidInput("a schema is for the answers of language models", code="needless_schema")
+        raise needless_schema()
     url = order.url or CHAT
     if url not in SCHEMA_URLS:
         raise InvalidInput(f"a schema is for {' and '.join(SCHEMA_URLS)}, not for {url}", code="schema_not_supported")

@@ -89,6 +89,11 @@ def one_line(document: str, name: str) -> str:
         raise InvalidInput(f"the schema {name} is not JSON: {error}", code="invalid_schema") from None
 
 
+def needless_schema() -> InvalidInput:
+    """The error for a schema beside models whose results are no answers."""
+    return InvalidInput("a schema is for the answers of language models", code="needless_schema")
+
+
 # -- requests ------------------------------------------------------------------------------------------------------
 
 
