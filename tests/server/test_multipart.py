@@ -74,6 +74,50 @@ async def test_a_file_arrives_byte_for_byte(content, seed):
     assert read.fields == [("purpose", "batch"), ("late", "er")]
 
 
+# What short forms are made of, and what is almost one.
+BITS = [
+    part("purpose", b"batch"), file_part(b"x\r\n--bn"), file_part(b""), part("late", b""), b"--bnd--\r\n", b"--bnd--",
+    b"--bnd\r\n", b"--bnd \r\n", b"--bnd", b"\r\n", b"\n", b"A: b\r\n",
+    b"A:b\r\n\r\n", b": b\r\n\r\n", b"A : b\r\n\r\n",
+    b'Content-Disposition: form-data; name="n"\r\n', b"\r\n\r\n", b"x", b"--", b"\x00", b"\xff",
+    part("n", b"v", "", "A: 1", "a: 2"), part("n", b"v", "", *[f"H{n}: 1" for n in range(8)]),
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(BITS), max_size=8).map(b"".join))
+async def test_a_short_form_is_read_at_once_as_by_the_parser(body):
+    """A form that is here whole gives what it gives byte by byte: the same fields, the same file, the same refusal."""
+
+    async def outcome(chunks: list[bytes]) -> object:
+        read = Read()
+        try:
+            found = await read.of(chunks)
+        except InvalidInput as error:
+            return error.code
+        return found, read.fields, b"".join(read.pieces)
+
+    body = b"--bnd\r\n" + body.removeprefix(b"--bnd\r\n")
+    assert await outcome([body]) == await outcome([body[at : at + 1] for at in range(len(body))])
+
+
+@pytest.mark.parametrize("first", [[0], [0, 10]])
+async def test_nothing_counts_after_the_last_boundary(first):
+    """Bytes that follow a form in a later piece are ignored, even a second form, parsed or not."""
+    form = part("purpose", b"batch") + file_part(b"{}\n") + b"--bnd--\r\n"
+    read = Read()
+    found = await read.of([form[start:end] for start, end in zip(first, [*first[1:], None], strict=True)] + [form])
+    assert (found.filename, read.fields, b"".join(read.pieces)) == ("a.jsonl", [("purpose", "batch")], b"{}\n")
+
+
+async def test_a_usual_form_is_not_parsed(monkeypatch):
+    """The form of a short upload, as clients send it, is read without the parser."""
+    monkeypatch.setattr(multipart.MultipartParser, "write", None)
+    read = Read()
+    found = await read.of([part("purpose", b"batch") + file_part(b"{}\n") + b"--bnd--\r\n"])
+    assert (found.filename, read.fields, read.pieces) == ("a.jsonl", [("purpose", "batch")], [b"{}\n"])
+
+
 @pytest.mark.parametrize("cut", [5, 60, 120, 190])
 async def test_a_truncated_form_is_refused(cut):
     """A body that ends before its last boundary is not a form, wherever it ends."""
