@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets import layout, readers
 from batchmill.datasets.inflate import blocks
-from batchmill.datasets.sources import describe, find_objects, open_file
+from batchmill.datasets.sources import bytes_of_short, describe, find_objects, open_file
 from batchmill.errors import InvalidDataset
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, SealedFile
@@ -108,6 +108,11 @@ class SourceFile(Struct, frozen=True):
     codec: str | None  # gzip, zstd
     seen: SealedFile | None = None  # what it was then
 
+    @property
+    def size_bytes(self) -> int:
+        """Its size then."""
+        return 0 if self.seen is None else self.seen.size_bytes
+
 
 class Detected(Struct, frozen=True):
     """The detected format of a dataset; only its first row has been read."""
@@ -116,12 +121,15 @@ class Detected(Struct, frozen=True):
     columns: list[str]  # of a table; empty for OpenAI rows
 
 
-def detect(spec: DatasetSpec) -> Detected:
-    """Detect the format and the columns of a dataset.
+def detect(spec: DatasetSpec, files: Sequence[SealedFile] | None = None) -> Detected:
+    """Detect the format and the columns of a dataset. Args: files: as of `classify`.
 
     Raises: InvalidDataset (`format_mismatch`, `unknown_format`, `empty_file`, `not_jsonl`, `invalid_encoding` …).
     """
-    sources = classify(spec)
+    return _detected(classify(spec, files), spec)
+
+
+def _detected(sources: list[SourceFile], spec: DatasetSpec) -> Detected:
     if not sources:
         raise InvalidDataset(f"{_describe_paths(spec.paths)} is empty: there is nothing to run", code="empty_file")
     first = sources[0]
@@ -139,7 +147,7 @@ def detect_format(spec: DatasetSpec) -> str:
     Raises: as `detect`; Parquet that cannot be read is refused where it is sealed.
     """
     sources = classify(spec)
-    return "parquet" if sources and sources[0].format == "parquet" else detect(spec).format
+    return "parquet" if sources and sources[0].format == "parquet" else _detected(sources, spec).format
 
 
 def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
@@ -161,15 +169,19 @@ def _first_rows(sources: list[SourceFile], spec: DatasetSpec) -> Iterator[dict[s
                 yield _members(line)
 
 
-def classify(spec: DatasetSpec) -> list[SourceFile]:
-    """Every file that is not empty, and how to read it. Raises: InvalidDataset."""
+def classify(spec: DatasetSpec, files: Sequence[SealedFile] | None = None) -> list[SourceFile]:
+    """Every file that is not empty, and how to read it. Raises: InvalidDataset.
+
+    Args: files: those of the dataset, as they were just seen; None: they are looked at.
+    """
     if spec.format is not None and spec.format not in FORMATS:
         raise InvalidDataset(
             f"unknown format {spec.format!r}; the formats are {', '.join(FORMATS)}", code="unknown_format"
         )
     if not spec.paths:
         raise InvalidDataset("no input file was named", code="no_input")
-    sources = [_classify_file(file, spec.format) for file in map(describe, spec.paths) if file.size_bytes]
+    files = list(map(describe, spec.paths)) if files is None else files
+    sources = [_classify_file(file, spec.format) for file in files if file.size_bytes]
     for source in sources:
         if source.format != sources[0].format:
             raise InvalidDataset(
@@ -191,7 +203,8 @@ def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
     """Yield the lines of a source, without the BOM; a line that is too long comes in pieces."""
     rest = b""
     first = True
-    for block in blocks(source.path, source.codec, lambda _: None):
+    short = None if source.codec is not None or source.seen is None else bytes_of_short(source.seen)
+    for block in blocks(source.path, source.codec, lambda _: None) if short is None else (short,):
         rest += block
         if first and len(rest) >= len(layout.BOM):
             rest, first = rest.removeprefix(layout.BOM), False
@@ -208,8 +221,11 @@ def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
 def _classify_file(seen: SealedFile, row_format: str | None) -> SourceFile:
     """How to read a file. What was seen of one is remembered: a short job asks several times."""
     path = seen.path
-    with open_file(path) as file:
-        head = file.read(HEAD_BYTES)
+    head = bytes_of_short(seen)
+    if head is None:
+        with open_file(path) as file:
+            head = file.read(HEAD_BYTES)
+    head = head[:HEAD_BYTES]
     named_format, named_codec = kind(path)
     content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
     codec = content if content in ("gzip", "zstd") else None

@@ -129,7 +129,7 @@ def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Dete
         for source, before in zip(sources, checks.files, strict=True):
             if source != before:
                 raise _changed(source)
-    detected = detect(order.dataset)
+    detected = detect(order.dataset, sources)
     return msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=seed), detected
 
 
@@ -298,7 +298,7 @@ def _material(
 ) -> tuple[Material, Callable[[float], None]]:
     """The files to read, and the progress callback for reading them."""
     spec = order.dataset
-    sources = classify(spec)
+    sources = classify(spec, order.files)
     paths = [source.path for source in sources]
     plain = _is_plain(sources)
     if plain and not spec.copy:
@@ -420,7 +420,7 @@ def _digests(source: SealedFile) -> Iterator[bytes]:
 
 
 def _check_unchanged(files: list[SealedFile]) -> None:
-    for file in files:
+    for file in dict.fromkeys(files):
         if not unchanged(file):
             raise _changed(file)
 

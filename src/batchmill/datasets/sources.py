@@ -34,6 +34,7 @@ Access = Mapping[str, str]  # the variables that stores are reached with; see `o
 RANGE_BYTES = 8 * 1024 * 1024  # the most that is fetched at once
 SCATTERED_BYTES = 256 * 1024  # the least
 KEPT_BYTES_MAX = 4 * RANGE_BYTES  # of ranges in memory: those in use, and those on their way
+SHORT_BYTES, SHORT_MAX = 16 * 1024, 64  # files that are remembered whole: several ask for the bytes of a short job's
 STORES_MAX = 16  # that stay connected
 LISTED_MAX = 100_000  # objects that are looked at to find those of a folder or a glob
 _MAGIC = re.compile(r"[*?\[]")
@@ -244,6 +245,21 @@ def describe(path: str) -> SealedFile:
     if not os.access(path, os.R_OK):
         raise InvalidDataset(f"{path} cannot be read: permission denied", code="unreadable_file")
     return SealedFile(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def bytes_of_short(file: SealedFile) -> bytes | None:
+    """All bytes of a short file of this machine, as they were when it was first asked for them since it is as it was
+    seen; None: it is longer, or elsewhere. Raises: OSError.
+    """
+    if file.size_bytes > SHORT_BYTES or is_object_url(file.path):
+        return None
+    return _read_short(file)
+
+
+@lru_cache(maxsize=SHORT_MAX)
+def _read_short(file: SealedFile) -> bytes:
+    with open(file.path, "rb", buffering=0) as opened:
+        return opened.readall()
 
 
 def _describe_object(path: str) -> SealedFile:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import sys
+import time
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -11,6 +14,9 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.wire.imported_files import reach, root_of
+
+REMEMBERED_MAX = 256
+SETTLED_NS = 2_000_000_000  # two changes of a file so close together may have one time
 
 
 class FunctionSource(Struct, frozen=True):
@@ -28,6 +34,7 @@ class FunctionSource(Struct, frozen=True):
         return f"{module_path}:{self.attribute}"
 
 
+@functools.lru_cache(maxsize=REMEMBERED_MAX)
 def parse(source: str) -> FunctionSource:
     """Parse `app.py:classify`, `dir/app.py:model.predict`, `package.module:Class` or `dir/package.module:Class`.
 
@@ -68,12 +75,20 @@ def digest(source: str) -> str:
 
     Raises: ModelFailed if the file does not exist.
     """
-    parsed = parse(source)
-    path = file_of(parsed)
+    path = file_of(parse(source))
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        seen = os.stat(path)
+        is_settled = time.time_ns() - seen.st_mtime_ns > SETTLED_NS
+        read = _digest_of if is_settled else _digest_of.__wrapped__
+        return read(path, seen.st_mtime_ns, seen.st_size, seen.st_ino)
     except OSError as error:
         raise ModelFailed(f"the function {source} cannot be read: {error.strerror}: {path}") from None
+
+
+@functools.lru_cache(maxsize=REMEMBERED_MAX)
+def _digest_of(path: Path, modified_ns: int, size_bytes: int, inode: int) -> str:
+    """The sha256 of a file as it was seen: each job asks for that of its function."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def digest_with_imports(source: str) -> str:

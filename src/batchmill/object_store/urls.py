@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 STORE = "batchmill.object_store.store:ObjectStore"
 BUCKETS = ("s3", "gs", "az")  # schemes of stores with buckets, which Azure calls containers
+_BUCKET_URLS = tuple(f"{each}://" for each in BUCKETS)
 SCHEMES = (*BUCKETS, "file", "memory")
 KEY_BYTES_MAX = 1024  # of S3 and of Google Cloud Storage; Azure takes as many characters
 SHOWN_CHARS = 200
@@ -54,7 +55,7 @@ class ObjectInfo(Struct, frozen=True):
 
 def is_object_url(text: str) -> bool:
     """Whether a text is a URL of an object store with buckets (s3, gs, az): others are paths, or other URLs."""
-    return text.partition("://")[0] in BUCKETS and "://" in text
+    return text.startswith(_BUCKET_URLS)
 
 
 def parse_url(text: str) -> ObjectUrl:

@@ -7,7 +7,6 @@ whose owner has died writes a segment file.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -18,19 +17,19 @@ import sqlalchemy as sa
 
 from batchmill.datasets import formats, layout
 from batchmill.datasets.folders import DiskFolder, Folder, MemoryFolder
-from batchmill.datasets.sources import describe
+from batchmill.datasets.sources import SHORT_BYTES, bytes_of_short, describe
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.part_files import PartFile, sync_folder
 from batchmill.store.sql.portable import put
 from batchmill.store.sql.tables import packed_jobs
-from batchmill.types import DatasetSpec, SealedFile
+from batchmill.types import DatasetSpec
 from batchmill.wire.input_urls import is_input_url
 
 INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a thread of the owner within some milliseconds
 # Of the files of a short job, checked on the event loop within some ms. Requests are so long that no more fit;
 # thousands of lines of a few bytes, each refused with a message, would take 90 ms.
-SHORT_BYTES_MAX, SHORT_ROWS_MAX = 16 * 1024, 300
+SHORT_BYTES_MAX, SHORT_ROWS_MAX = SHORT_BYTES, 300
 SHORT_FILES_MAX = 16
 SHORT_MODELS_MAX = 64  # that its rows may name: a thousand take 45 ms to describe and to plan with
 ROWS_MAX = 1000
@@ -45,12 +44,15 @@ def may_be_small(dataset: DatasetSpec) -> bool:
 
     What it holds is known once it is sealed.
     """
+    if any(map(is_input_url, dataset.paths)):
+        return False
     try:
-        if sum(os.stat(path).st_size for path in dataset.paths) > INPUT_BYTES_MAX:
-            return False
-        return all(source.format == "jsonl" and source.codec is None for source in formats.classify(dataset))
+        sources = formats.classify(dataset)
     except (OSError, InvalidDataset):
         return False  # sealing reports it
+    if sum(source.size_bytes for source in sources) > INPUT_BYTES_MAX:
+        return False
+    return all(source.format == "jsonl" and source.codec is None for source in sources)
 
 
 def is_short(dataset: DatasetSpec, models: int) -> bool:
@@ -63,15 +65,9 @@ def is_short(dataset: DatasetSpec, models: int) -> bool:
         found = [describe(path) for path in dataset.paths]
         if sum(each.size_bytes for each in found) > SHORT_BYTES_MAX:
             return False
-        return sum(map(_line_ends_of, found)) <= SHORT_ROWS_MAX
+        return sum((bytes_of_short(each) or b"").count(b"\n") for each in found) <= SHORT_ROWS_MAX
     except (OSError, InvalidDataset):
         return False  # sealing reports it
-
-
-@functools.lru_cache(maxsize=64)
-def _line_ends_of(file: SealedFile) -> int:
-    with open(file.path, "rb", buffering=0) as lines:
-        return lines.readall().count(b"\n")
 
 
 class NewFolders:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -37,24 +36,12 @@ KEYS_MAX = 2000  # models whose keys are remembered: jobs and requests ask for t
 SUMS_MAX = 10_000  # models with call counters; the oldest counters are dropped
 
 
-class CodeDigests:
-    """The digests of functions' files, read again only when a file has changed."""
-
-    def __init__(self) -> None:
-        self._digests: dict[str, tuple[tuple[int, int, int], str]] = {}
-
-    def of(self, source: str) -> str:
-        """The digest of a file; empty if it does not exist, which the worker then reports."""
-        try:
-            path = functions.file_of(functions.parse(source))
-            stat = os.stat(path)
-            version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-            entry = self._digests.get(source)
-            if entry is None or entry[0] != version:
-                entry = self._digests[source] = version, functions.digest(source)
-        except (BatchmillError, OSError):
-            return ""
-        return entry[1]
+def digest_of(source: str) -> str:
+    """The digest of a function's file; empty if it does not exist, which the worker then reports."""
+    try:
+        return functions.digest(source)
+    except BatchmillError:
+        return ""
 
 
 class Pools:
@@ -90,7 +77,6 @@ class Pools:
         self._retries: dict[str, tuple[Pool, int, float]] = {}
         self._providing: asyncio.Task[None] | None = None
         self._is_stale = False  # workers may have outdated secrets
-        self._codes = CodeDigests()
         self._keys: dict[int, tuple[ModelSpec, str, str]] = {}  # id of a model, which is held -> code, key
         self._pools: dict[str, Pool] = {}
         self._users: dict[str, set[str]] = {}
@@ -111,7 +97,7 @@ class Pools:
         """
         digest = (code or {}).get(model.name, "")
         if not digest and model.traits.source is Source.CODE:
-            digest = self._codes.of(model.source)
+            digest = digest_of(model.source)
         known = self._keys.get(id(model))
         if known is not None and known[0] is model and known[1] == digest:
             return known[2]
