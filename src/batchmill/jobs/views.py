@@ -6,6 +6,7 @@ The sentences about waiting are pure: `reasons` takes what is known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -136,43 +137,43 @@ def _in_use(spec: JobSpec) -> list[ModelSpec]:
     return [model for model in spec.models if model.name in used or not used.isdisjoint(model.adapters)]
 
 
-def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats], waiting: Sequence[str]) -> JobView:
-    """Add rates, remaining time and notes to a view. Args: waiting: what models without a worker wait for."""
+def view_at_work(view: JobView, runner: JobRunner, dispatcher: Dispatcher) -> JobView:
+    """The view of a running job, with data of its runner and its workers."""
+    models = runner.models
+    workers = dispatcher.workers_of(models, runner.spec.code)
+    stats, is_served = [worker.stats for worker in workers], len(models) == 1 and any(each.is_ready for each in workers)
+    waiting = [] if is_served else _waiting_models(models, runner, dispatcher)
+    if (run := runner.rows_run) is not None:
+        return msgspec.structs.replace(view, progress=runner.progress, **_of_run(view, run, stats, waiting))
+    waiting = [runner.waits_for, *waiting] if runner.waits_for else waiting
+    notes = list(dict.fromkeys(each.note for each in stats if each.note))
+    return msgspec.structs.replace(view, progress=runner.progress, notes=[*waiting, *notes])
+
+
+def _of_run(view: JobView, run: JobRun, workers: Sequence[EngineStats], waiting: Sequence[str]) -> dict[str, Any]:
+    """Rates, remaining time and notes of a view. Args: waiting: what models without a worker wait for."""
     rates = run.rates.now()
     rows_per_s, input_per_s, output_per_s = rates or (None, None, None)
-    return msgspec.structs.replace(
-        view,
-        elapsed_s=view.elapsed_s + run.elapsed_s,
-        rows_per_s=rows_per_s,
-        input_tokens_per_s=input_per_s,
-        output_tokens_per_s=output_per_s,
-        remaining_s=run.rows_left / rows_per_s if rows_per_s else None,
-        in_flight=sum(stats.in_flight for stats in workers),
-        notes=[
+    return {
+        "elapsed_s": view.elapsed_s + run.elapsed_s,
+        "rows_per_s": rows_per_s,
+        "input_tokens_per_s": input_per_s,
+        "output_tokens_per_s": output_per_s,
+        "remaining_s": run.rows_left / rows_per_s if rows_per_s else None,
+        "in_flight": sum(stats.in_flight for stats in workers),
+        "notes": [
             *waiting,
             *dict.fromkeys(stats.note for stats in workers if stats.note),
             *(run.job_budget.notes if run.job_budget else []),
         ],
-    )
+    }
 
 
-def view_at_work(view: JobView, runner: JobRunner, dispatcher: Dispatcher) -> JobView:
-    """The view of a running job, with data of its runner and its workers."""
-    view = msgspec.structs.replace(view, progress=runner.progress)
-    stats = [worker.stats for worker in dispatcher.workers_of(runner.models, runner.spec.code)]
-    waiting = _waiting_models(runner, dispatcher)
-    if (run := runner.rows_run) is not None:
-        return _add_run(view, run, stats, waiting)
-    waiting = [runner.waits_for, *waiting] if runner.waits_for else waiting
-    notes = list(dict.fromkeys(each.note for each in stats if each.note))
-    return msgspec.structs.replace(view, notes=[*waiting, *notes])
-
-
-def _waiting_models(runner: JobRunner, dispatcher: Dispatcher) -> list[str]:
+def _waiting_models(models: Sequence[ModelSpec], runner: JobRunner, dispatcher: Dispatcher) -> list[str]:
     """Why no worker of a model runs, of those that wait for room or for their cluster. For any caller: others' models
     have no names.
     """
-    engines = [(model.name, dispatcher.engine_of(model, runner.spec.code)) for model in runner.models]
+    engines = [(model.name, dispatcher.engine_of(model, runner.spec.code)) for model in models]
     return [
         hide_names(f"the model {name!r} waits: {engine.message}", lambda _: False)
         for name, engine in engines

@@ -8,7 +8,7 @@ path as objects, and the data directory is their cache.
 from __future__ import annotations
 
 import contextlib
-import uuid
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -84,10 +84,13 @@ class StoredFiles(Protocol):
         """
 
 
+_numbers = itertools.count()  # of the readers of this process, which alone counts them
+
+
 @contextlib.asynccontextmanager
 async def using(stored: StoredFiles, *paths: Path) -> AsyncIterator[None]:
     """Fetch paths, which stay in their place meanwhile."""
-    holder = f"reader {uuid.uuid4().hex}"
+    holder = f"reader {next(_numbers)}"
     try:
         await stored.fetch(*paths, holder=holder)
         yield

@@ -54,7 +54,7 @@ class JobFiles:
 
     def __init__(self, data_dir: Path, job_id: str, scratch: Path | None = None) -> None:
         self.data_dir, self.scratch, self._job_id = data_dir, scratch, job_id
-        self.home = (scratch or data_dir) / "jobs" / job_id
+        self.home = (scratch or data_dir).joinpath("jobs", job_id)
 
     @property
     def spec(self) -> Path:
@@ -65,7 +65,7 @@ class JobFiles:
         """The record of a job that keeps only its results."""
         return self.home / "ending.json"
 
-    @property
+    @functools.cached_property
     def dataset(self) -> Path:
         return self.home / "dataset"
 
@@ -82,9 +82,9 @@ class JobFiles:
         copies = {"": "", "folder": str(self.media), "objects": prefix_of(spec.id)}[spec.dataset.media_copies]
         return MediaBounds(spec.dataset.media_bytes_max, spec.dataset.media_row_bytes_max, copies)
 
-    @property
+    @functools.cached_property
     def segments(self) -> Path:
-        return self.data_dir / "jobs" / self._job_id / "segments"
+        return self.data_dir.joinpath("jobs", self._job_id, "segments")
 
     @property
     def reuse(self) -> Path:

@@ -490,7 +490,8 @@ class FileWriter:
         """Remove the bytes unless they were committed. Safe to call twice."""
         await self._incoming.discard()
         if self._storing is not None:
-            await asyncio.wait({self._storing})
+            if not self._storing.done():
+                await asyncio.wait({self._storing})
             self._storing.exception()  # the caller of `commit` got it, or was cancelled
         self._files.end_incoming(self.id)
 
