@@ -162,6 +162,7 @@ async def test_other_code_reuses_nothing(folder, service):
 
 
 @pytest.mark.parametrize("changed", ["base", "adapter"])
+@pytest.mark.once
 def test_other_weights_in_a_folder_are_another_target(tmp_path, changed):
     """Of a model or an adapter; nothing is known of a folder that another job had."""
     for name in ("base", "adapter"):

@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import resource
-import sqlite3
+import threading
 import time
 
 import msgspec
@@ -157,14 +157,15 @@ async def test_a_cancel_that_comes_with_the_last_row(folder, opened):
     while (run := service.dispatcher._runs.get(job_id)) is None:
         await asyncio.sleep(0)
     await asyncio.wait({run.ended})
-    with contextlib.closing(sqlite3.connect(folder / "data" / "batchmill.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # nothing is written down for now
-        while job_id in service.dispatcher._runs:
-            await asyncio.sleep(0)
-        cancelling = asyncio.create_task(service.cancel(job_id))
-        while not service._active.get(job_id)._writing_end.locked():
-            await asyncio.sleep(0)
-        other.execute("COMMIT")
+    written = threading.Event()
+    holding = asyncio.create_task(service._ledger.database.call(written.wait))  # nothing is written down for now
+    while job_id in service.dispatcher._runs:
+        await asyncio.sleep(0)
+    cancelling = asyncio.create_task(service.cancel(job_id))
+    while not service._active.get(job_id)._writing_end.locked():
+        await asyncio.sleep(0)
+    written.set()
+    await holding
     assert (await cancelling).state == "cancelling"
     view = await end_of(service, job_id)
     assert (view.state, view.message, view.rows_ok, len(lines(view.output))) == ("cancelled", "", rows, rows)

@@ -37,6 +37,7 @@ def spec_of(*models: str, project: str = "default", priority: int = 0, engine: s
     )  # fmt: skip
 
 
+@pytest.mark.once
 async def test_a_job_waits_for_those_of_its_model_and_priority():
     shared = Turns(2)  # one for each project
     first = shared.turn_of(spec_of("m"))
@@ -55,6 +56,7 @@ async def test_a_job_waits_for_those_of_its_model_and_priority():
     assert second.waits_for == ""
 
 
+@pytest.mark.once
 async def test_jobs_of_several_models_do_not_wait_for_each_other():
     shared = Turns(2)
     both, reverse = shared.turn_of(spec_of("a", "b")), shared.turn_of(spec_of("b", "a"))

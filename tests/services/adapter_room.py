@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from fakes.lora_files import write_base
 
@@ -44,7 +45,7 @@ class AdapterRoom:
 
     async def again(self, *, resumes: bool = True) -> AdapterService:
         await self._shut()
-        self.database = await asyncio.to_thread(Database, self.config.data_dir / "batchmill.db")
+        self.database = await asyncio.to_thread(open_database, self.config.data_dir / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.config.data_dir / KEY_FILE), self.clock)
         self.directory = ModelDirectory(ConfiguredModels(self.config))
         self.adapters = AdapterService(self.database, self.clock, self.directory, config=self.config, vault=self.vault)

@@ -48,12 +48,14 @@ async def add(room: AdapterRoom, name: str, folder: Path, who=US, base: str = "t
 
 
 @pytest.mark.parametrize("name", ["shout", "a.b_c-d", "org/name", "1", "v2", "7b/x"])
+@pytest.mark.once
 def test_names(name: str) -> None:
     """An adapter may be called as a repository of a hub is."""
     assert check_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "a/1", "a/", "/a", "a b", ".a", "-a", "ä", "a" * 191, "a\n"])
+@pytest.mark.once
 def test_no_names(name: str) -> None:
     """What could be read as a version, a path or a flag is not a name."""
     with pytest.raises(InvalidInput) as caught:
@@ -65,6 +67,7 @@ def test_no_names(name: str) -> None:
     ("text", "means"),
     [("a", ("a", None)), ("a/2", ("a", 2)), ("o/a", ("o/a", None)), ("o/a/2", ("o/a", 2)), ("a/02", ("a/02", None))],
 )
+@pytest.mark.once
 def test_references(text: str, means: tuple) -> None:
     """The last part of a name is a version where it is a number."""
     assert read_reference(text) == means

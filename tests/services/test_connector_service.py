@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import sqlalchemy as sa
+from fakes.databases import databases
 from remote_room import KEY, THEM, US, RemoteRoom, at, connector_fields
 
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
@@ -43,7 +44,7 @@ async def test_a_connector_and_its_secrets_outlive_the_process(room: RemoteRoom)
     assert (found.revision, found.connector.parameters["model"]) == (1, "text-embedding-ada-002")
     assert found.connector.credential == {"openAI_key": f"secret:connector/{made.id}/openAI_key"}
     assert await room.vault.reveal(f"connector/{made.id}/openAI_key") == KEY
-    assert KEY.encode() not in b"".join(path.read_bytes() for path in room.folder.glob("batchmill.db*"))
+    assert KEY.encode() not in databases.data(room.folder / "batchmill.db")
 
 
 async def test_others_do_not_see_it(room: RemoteRoom) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from fakes.databases import open_database
+from fakes.databases import POSTGRESQL, SQLITE, open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ServerEntry
@@ -131,17 +131,25 @@ async def test_an_upload_that_takes_long(room):
     assert await room.datasets.sweep() == 1
 
 
-async def test_a_check_that_broke_down_is_begun_again(room, caplog):
+REFUSAL = {  # of the end of a check
+    SQLITE: ["CREATE TRIGGER no_end BEFORE UPDATE ON datasets WHEN NEW.state = 'connected' "
+             "BEGIN SELECT RAISE(ABORT, ''); END"],
+    POSTGRESQL: ["CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''no end''; END'",
+                 "CREATE TRIGGER no_end BEFORE UPDATE ON datasets FOR EACH ROW WHEN (NEW.state = 'connected') "
+                 "EXECUTE FUNCTION refuse()"],
+}  # fmt: skip
+ALLOWANCE = {SQLITE: "DROP TRIGGER no_end", POSTGRESQL: "DROP FUNCTION refuse CASCADE"}
+
+
+async def test_a_check_that_broke_down_is_begun_again(room, caplog, database_kind):
     """Where not even its failure could be written down, whoever waits for the dataset does not wait for ever."""
-    full = (
-        "CREATE TRIGGER full BEFORE UPDATE ON datasets WHEN NEW.state = 'connected' BEGIN SELECT RAISE(ABORT, ''); END"
-    )
-    await room.database.write(lambda db: db.execute(sa.text(full)))
+    for statement in REFUSAL[database_kind]:
+        await room.database.write(lambda db, text=statement: db.execute(sa.text(text)) and None)
     await room.datasets.name("one", await room.arrived(), "rows")
     while "failed" not in caplog.text:
         await asyncio.sleep(0.02)
     assert (await room.datasets.get("one", named_datasets.CONNECTION, "rows")).state == DatasetState.CHECKING
-    await room.database.write(lambda db: db.execute(sa.text("DROP TRIGGER full")))
+    await room.database.write(lambda db: db.execute(sa.text(ALLOWANCE[database_kind])) and None)
     await room.datasets.sweep()
     assert (await room.checked("rows")).state == DatasetState.CONNECTED
 
@@ -248,10 +256,12 @@ async def test_wrong_rows_are_kept_with_the_dataset(room):
         ("my.file.v2.jsonl", "", "openai", "jsonl"),
     ],
 )
+@pytest.mark.once
 def test_what_a_file_name_says(filename, media, form, extension):
     assert (named_datasets.format_of(filename, media), named_datasets.extension_of(filename)) == (form, extension)
 
 
+@pytest.mark.once
 def test_the_longest_name():
     """Its characters are counted, up to the limit and not beyond."""
     assert named_datasets.checked_name("n" * named_datasets.NAME_CHARS_MAX)

@@ -113,6 +113,7 @@ async def test_settings_make_one_model(room):
     assert room.llms.spec(US, LlmSettings("tiny", {"seed": 1})).name != room.llms.spec(US, LONG).name
 
 
+@pytest.mark.once
 def test_the_same_in_other_words_is_the_same_model():
     """What a client is shown of a configured model, and sends back as a job's config, is that very model."""
     base = ModelSpec("tiny", "llm", "s", engine_args={"--max_model_len": "512", "enforce-eager": None, "other": 0.5})

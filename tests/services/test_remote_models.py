@@ -264,11 +264,13 @@ def at_batches(url: str, **parameters: str) -> Connector:
         ("https://example.com/openai/v1/batches", None),
     ],
 )
+@pytest.mark.once
 def test_providers_are_known_by_their_hosts(url: str, provider: str | None) -> None:
     """A batch API is known by the whole host, not by a word somewhere in its URL."""
     assert find_batch_provider(at_batches(url)) == provider
 
 
+@pytest.mark.once
 def test_a_provider_may_be_named() -> None:
     """A connector may say whose API it speaks, wherever it is; a name nobody knows is refused."""
     assert find_batch_provider(at_batches("https://mill.example.com/v1/batches", provider="openai")) == "openai"
@@ -276,6 +278,7 @@ def test_a_provider_may_be_named() -> None:
         find_batch_provider(at_batches("https://mill.example.com/v1/batches", provider="opnai"))
 
 
+@pytest.mark.once
 def test_two_ways() -> None:
     """With both actions a model has two routes, the batch API first; either can be asked for alone."""
     spec = spec_of("id", connector())
@@ -294,6 +297,7 @@ def test_two_ways() -> None:
         (at_batches("https://api.openai.com/v1/batches"), "online", "has no predict action"),
     ],
 )
+@pytest.mark.once
 def test_no_way(found: Connector, route: str, words: str) -> None:
     """Where rows cannot go is told with what to change."""
     with pytest.raises(InvalidInput, match=words):

@@ -65,6 +65,8 @@ async def test_what_is_put_is_revealed_and_listed(room: Room) -> None:
 async def test_nothing_on_the_disk_shows_a_secret(room: Room, tmp_path: Path) -> None:
     """Neither the database nor its log has the secret in it."""
     await room.vault.put("openai", LONG)
+    stored = databases.data(tmp_path / "batchmill.db")
+    assert b"openai" in stored and LONG.encode() not in stored
     for path in tmp_path.iterdir():
         assert LONG.encode() not in path.read_bytes(), path.name
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_database
 from sqlalchemy.exc import OperationalError
 
 from batchmill.errors import BatchmillError, DatabaseUnavailable
@@ -21,7 +22,7 @@ from batchmill.store.sql.tables import logged_files
 
 @pytest.fixture
 def database(tmp_path):
-    database = Database(tmp_path / "batchmill.db")
+    database = open_database(tmp_path / "batchmill.db")
     yield database
     database.close()
 
