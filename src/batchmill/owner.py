@@ -40,6 +40,7 @@ from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import chosen, of_placed_worker, of_worker
 from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
+from batchmill.owner_clock import is_over
 from batchmill.ports import Clock, ClusterExecutor, Executor
 from batchmill.prepared import PreparedProcesses
 from batchmill.services.adapters.service import AdapterService
@@ -287,7 +288,7 @@ async def open_owner(
     """
     config, clock, serves = store.config, store.clock, configured is not None
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback((config.data_dir / SOCKET).unlink, missing_ok=True)
+        stack.callback(_remove_socket, store)
         _sweep(config)
         executor = _make_executor(stack, store, prepared, serves=serves)
         executor.sweep()
@@ -369,6 +370,12 @@ def _make_executor(
     )  # fmt: skip
     close_last(stack, lambda _: executor.close())
     return executor
+
+
+def _remove_socket(store: Store) -> None:
+    """Remove the control socket, unless it may be that of a successor."""
+    if not is_over(store.database.owned_s()):
+        (store.config.data_dir / SOCKET).unlink(missing_ok=True)
 
 
 def _sweep(config: Config) -> None:

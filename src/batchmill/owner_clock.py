@@ -20,9 +20,14 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def is_over(left_s: float | None) -> bool:
+    """Whether a term is over, so that another process may be the owner by now. Args: left_s: see `Database.owned_s`."""
+    return left_s is not None and left_s <= 0
+
+
 def check_left(left_s: float | None) -> None:
     """Args: left_s: see `Database.owned_s`. Raises: DatabaseUnavailable when the term is over."""
-    if left_s is not None and left_s <= 0:
+    if is_over(left_s):
         raise DatabaseUnavailable(
             "the database was not reached in time and may have another owner: nothing is stored until it is"
         )

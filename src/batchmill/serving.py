@@ -18,6 +18,7 @@ from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, DatabaseOwned, DatabaseUnavailable, InvalidConfig
 from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
+from batchmill.owner_clock import is_over
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission_control import Admission
@@ -198,6 +199,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     sweeping = asyncio.create_task(
         _sweep_regularly(
             clock,
+            database.owned_s,
             [
                 files.sweep, uploads.sweep, store.keys.write_uses, datasets.sweep, links.sweep, adapters.sweep,
                 llms.sweep, owner.backups.sweep, jobs.retention.sweep,
@@ -301,11 +303,18 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-async def _sweep_regularly(clock: Clock, sweeps: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Regularly run the services' sweeps, which delete expired data and write buffered data."""
+async def _sweep_regularly(
+    clock: Clock, owned_s: Callable[[], float | None], sweeps: Sequence[Callable[[], Awaitable[object]]]
+) -> None:
+    """Regularly run the services' sweeps, which delete expired data and write buffered data.
+
+    None while another process may be the owner: its files are unknown here, and look as if a crash had left them.
+    """
     while True:
         await clock.sleep(SWEEP_S)
         for sweep in sweeps:
+            if is_over(owned_s()):
+                break
             try:
                 await sweep()
             except (BatchmillError, OSError) as error:  # the next round may succeed

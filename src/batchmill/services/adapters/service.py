@@ -39,6 +39,7 @@ from batchmill.models.adapters.fetching import FetchOrder, FetchReport, kind_of
 from batchmill.models.adapters.reading import RANK_MAX, configured_rank, read_adapter
 from batchmill.models.secrets import KINDS, NAME
 from batchmill.models.worker_environment import FETCHERS
+from batchmill.owner_clock import check_left
 from batchmill.part_files import full_disk_named
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
@@ -409,6 +410,7 @@ class AdapterService:
         recently_removed = await self._database.read(records.removed_after, [path.name for path in folders], before)
         folders_in_use = await self._database.read(records.used_folders)
         for path in folders:
+            check_left(self._database.owned_s())  # a successor's adapters are unknown here
             if path.name not in recently_removed and str(path) not in folders_in_use and path.name not in self._records:
                 await asyncio.to_thread(self._discard, path)
                 await self._stored.remove(path)

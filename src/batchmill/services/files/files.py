@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import ServerEntry
-from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
+from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.part_files import link_over, sync_folder
@@ -163,9 +163,10 @@ class FileService:
             self._uploaded[record.id] = record
             if len(self._uploaded) > UPLOADED_MAX:
                 self._uploaded.popitem(last=False)
-        except BaseException:
-            await self.disk.run(path.unlink, missing_ok=True)
-            await self.stored.remove(path)
+        except BaseException as error:
+            if not isinstance(error, DatabaseUnavailable):  # else it may be stored all the same: the next owner knows
+                await self.disk.run(path.unlink, missing_ok=True)
+                await self.stored.remove(path)
             raise
 
     def record(self, file_id: str, project: str, *, purpose: str, filename: str, expires_s: float | None) -> FileRecord:

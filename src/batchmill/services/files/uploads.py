@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
+from batchmill.errors import DatabaseUnavailable, InvalidInput, InvalidTransition, TooLarge, UnknownName
 from batchmill.part_files import sync_folder
 from batchmill.ports import Clock
 from batchmill.services.files.arrivals import Arrivals
@@ -226,6 +226,8 @@ class UploadService:
             await writer.incoming.settle(path)
             await self._files.stored.publish(path)
             await self._database.write(add_part, part)
+        except DatabaseUnavailable:
+            raise  # as of a file
         except BaseException:
             await self._unlink([part.id])
             raise

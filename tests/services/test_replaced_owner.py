@@ -1,0 +1,109 @@
+"""An owner that another process may have replaced, and what it leaves as it is of the files that both see.
+
+It was stopped, or its network was cut, and goes on: it knows nothing of what its successor has stored meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_room import AdapterRoom
+from fakes.manual_clock import ManualClock, settled
+from file_room import FileRoom
+
+from batchmill import serving
+from batchmill.errors import DatabaseUnavailable
+
+
+@pytest.fixture
+def room(tmp_path):
+    room = FileRoom(tmp_path)
+    yield room
+    room.close()
+
+
+@pytest.fixture
+def unanswered(room: FileRoom, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have every later transaction be committed, and its answer lost until nobody waits for it any more."""
+    write = room.database.write
+
+    async def lose(function: Callable[..., Any], *args: Any) -> None:
+        await write(function, *args)
+        raise DatabaseUnavailable("no answer")
+
+    return lambda: monkeypatch.setattr(room.database, "write", lose)
+
+
+async def test_a_replaced_owner_sweeps_nothing(room: FileRoom):
+    """What arrives at its successor would look like what a crash has left. Of one that was stopped, sweeps are due."""
+    arriving = room.data_dir / "files" / ".incoming" / "file-of-the-successor"
+    arriving.write_text("half of it")
+    clock, left_s = ManualClock(), -1.0
+    sweeping = asyncio.create_task(serving._sweep_regularly(clock, lambda: left_s, [room.files.sweep]))
+    try:
+        await settled()
+        await clock.go_on(3 * serving.SWEEP_S, serving.SWEEP_S)
+        await asyncio.sleep(0.05)
+        assert arriving.exists()
+        left_s = 1.0
+        await clock.go_on(serving.SWEEP_S)
+        async with asyncio.timeout(5):
+            while arriving.exists():
+                await asyncio.sleep(0.01)
+    finally:
+        sweeping.cancel()
+
+
+async def test_a_replaced_owner_removes_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that its successor has registered looks like one without a record."""
+    room = AdapterRoom(tmp_path)
+    adapters = await room.again()
+    assert room.database is not None
+    (room.home / "adapter_of_the_successor").mkdir(parents=True)
+    with monkeypatch.context() as patch, pytest.raises(DatabaseUnavailable):
+        patch.setattr(room.database, "owned_s", lambda: -1.0)
+        await adapters.sweep()
+    assert room.folders() == ["adapter_of_the_successor"]
+    await adapters.sweep()
+    assert room.folders() == []
+    await room._shut()
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_a_file_whose_record_may_be_stored_keeps_its_bytes(room: FileRoom, unanswered, size: int):
+    """Whether a transaction was committed may stay unknown. The next owner knows, and reads the file."""
+    unanswered()
+    with pytest.raises(DatabaseUnavailable):
+        await room.upload(b"x" * size)
+    room.reopen()
+    await room.files.sweep()
+    (record,), _ = await room.files.list("one")
+    assert await room.read(record) == b"x" * size
+
+
+async def test_an_upload_that_may_be_complete_keeps_its_bytes(room: FileRoom, unanswered, monkeypatch):
+    """Repeated, its completion answers with a file that can be read."""
+    upload = await room.begin(9)
+    parts = [await room.part(upload, data) for data in (b"1st", b"second")]
+    unanswered()
+    with pytest.raises(DatabaseUnavailable):
+        await room.uploads.complete("one", upload, part_ids=parts)
+    monkeypatch.undo()
+    _, file = await room.uploads.complete("one", upload, part_ids=parts)
+    assert await room.read(file) == b"1stsecond"
+
+
+async def test_a_part_that_may_be_stored_keeps_its_bytes(room: FileRoom, unanswered, monkeypatch):
+    """It counts as one of its upload."""
+    upload = await room.begin(3)
+    unanswered()
+    with pytest.raises(DatabaseUnavailable):
+        await room.part(upload, b"1st")
+    monkeypatch.undo()
+    (part,) = [path.name for path in room.uploads.home.iterdir()]
+    _, file = await room.uploads.complete("one", upload, part_ids=[part])
+    assert await room.read(file) == b"1st"
