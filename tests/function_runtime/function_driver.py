@@ -19,6 +19,12 @@ TIMEOUT_S = 20
 PYTHON = os.environ.get("BATCHMILL_FUNCTION_PYTHON", sys.executable)
 
 
+def has_packages(*names):
+    """Whether that interpreter finds these packages, without their import."""
+    code = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))"
+    return subprocess.run([PYTHON, "-c", code, *names], check=False).returncode == 0
+
+
 class Driver:
     """A function's process. `code` is written to app.py; `files` beside it."""
 

@@ -3,11 +3,10 @@
 # ruff: noqa: E501
 
 import json
-import subprocess
 
 import numpy as np
 import pytest
-from function_driver import PYTHON
+from function_driver import has_packages
 
 HEAD = "import numpy as np, batchmill\nfrom typing import Annotated\n"
 
@@ -205,9 +204,7 @@ def test_lists_become_arrays_where_the_function_takes_them(drive):
     assert [errors[row][0] for row in (1, 2)] == ["invalid_argument", "invalid_argument"]
 
 
-needs_pandas = pytest.mark.skipif(
-    subprocess.run([PYTHON, "-c", "import pandas"], capture_output=True).returncode != 0, reason="needs pandas"
-)
+needs_pandas = pytest.mark.skipif(not has_packages("pandas"), reason="needs pandas")
 FRAMES = [
     ("(df['a'] * 2).tolist()", [2, 4]), ("df['a'] * 2", [2, 4]), ("(df['a'] * 2).to_numpy()", [2, 4]), ("df.index", [10, 11]),
     ("df.assign(c=df.a / 0)", [{"a": 1, "b": "x", "c": None}, {"a": 2, "b": "y", "c": None}]), ("[len(df), list(df.columns)]", [2, ["a", "b"]]),
