@@ -27,7 +27,7 @@ PYTEST_ARGS ?= --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
-.PHONY: help test demo bench lint advisories style types clean vllm clients bubblewrap postgres promtool ray
+.PHONY: help test demo bench lint advisories style types compiled clean vllm clients bubblewrap postgres promtool ray
 .DEFAULT_GOAL := help
 
 help:
@@ -75,7 +75,8 @@ demo: vllm
 	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
 
 # The tests run even where vLLM or a client cannot be installed; those that need it then fail, and say why.
-test: lint
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs 4 advisories style types compiled
 	@$(MAKE) --no-print-directory vllm || echo "--> vLLM could not be installed: the tests that need it will fail"
 	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
 	@$(MAKE) --no-print-directory bubblewrap || echo "--> bubblewrap is not there: the tests that need it will fail"
@@ -86,6 +87,10 @@ test: lint
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" BATCHMILL_RAY_PYTHON="$$PWD/$(RAY_VENV)/bin/python" \
 	    BATCHMILL_FUNCTION_PYTHON="$$PWD/$(CLIENT_VENVS)/functions/bin/python" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+
+# The processes of tests load what this compiles. Each would compile all of a new checkout, at the same time.
+compiled:
+	@$(VENV)/bin/python -m pytest tests --collect-only --quiet --quiet > /dev/null || echo "--> the tests cannot be collected"
 
 # At once: one waits for the package index, another computes.
 lint: $(INSTALLED)
