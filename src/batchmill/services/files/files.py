@@ -71,6 +71,7 @@ UPLOADED_MAX = 1000  # records in memory
 ARRIVING = ".incoming"
 EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
 FOUND_AT_ONCE = 1000  # files of one statement
+IS_UPLOAD = files.c.job.is_(None)
 Within = Callable[[sa.Connection, FileRecord], None]
 
 
@@ -332,7 +333,8 @@ class FileService:
         """The record of a result file. Args: size_bytes: None: it is not there any more."""
         if size_bytes is None:
             return Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
-        suffixes = Path(os.path.basename(path).removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
+        name = os.path.basename(path).removeprefix(f"{view.id}.")  # "results.jsonl.gz"
+        suffixes = [f".{suffix}" for suffix in name.split(".")[1:]]
         return result_record(view, file_id, suffixes, size_bytes)
 
     async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:
@@ -531,7 +533,7 @@ def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota:
     """Insert a record. Results of jobs do not count against the quota of uploads."""
     refuse_beyond(
         db, files, quota, quota="files", project=record.project, way_out="delete some",
-        where=files.c.job.is_(None), is_noted=True,
+        where=IS_UPLOAD, is_noted=True,
     )  # fmt: skip
     file_records.insert(db, record)
     if within is not None:

@@ -81,6 +81,8 @@ class _Form:
         self._expanding = expanding[0] if expanding else None
         self._texts: dict[int, _Text] = {}  # by the number of values of the parameter that expands
         self._changes = not isinstance(statement, sa.Select)
+        # The driver gives the interpreter's lock away for the id of each row that `execute` inserts.
+        self._has_no_id = isinstance(statement, sa.Insert) and not statement.exported_columns
         self._is_direct = dialect.name == "sqlite"
         self._driver_error = dialect.loaded_dbapi.Error
         found = list(statement.exported_columns)
@@ -95,7 +97,8 @@ class _Form:
         if self._changes:
             note_statement(db)
         try:
-            return _driver_of(db).execute(sql, values)
+            driver = _driver_of(db)
+            return driver.executemany(sql, (values,)) if self._has_no_id else driver.execute(sql, values)
         except self._driver_error as error:
             raise self._as_sqlalchemy(db, sql, values, error) from error
 
