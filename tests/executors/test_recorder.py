@@ -19,6 +19,8 @@ from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.row_rate import MEASURE_S
 from batchmill.models import redaction
 from batchmill.ports import SegmentSink
+from batchmill.store.segments import blocks
+from batchmill.store.segments.blocks import CarriedSegment
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, read_payload, read_ref
 from batchmill.store.sql.positions import unpack_positions
@@ -142,6 +144,39 @@ async def test_leases_that_end_at_about_the_same_time(job, tmp_path):
         seen.append([commit.lease.shard for commit in lease_host.commits])
     running.cancel()
     assert seen == [[0], [0], [0, 1, 2], [0, 1, 2, 3]]
+
+
+async def test_a_lease_that_goes_on_is_not_committed_with_one_that_ends(job, tmp_path, monkeypatch):
+    """What commits carry waits for the next rows of its lease, however many others end meanwhile: a short job most
+    often ends with its only commit. It waits for CARRIED_DELAY_S, no longer, and for nobody who wants everything.
+    """
+    monkeypatch.setattr(blocks, "CARRIED_DELAY_S", NEVER_S)
+    lease_host = Desk(job, tmp_path)
+    for shard in range(4):
+        segment = CarriedSegment(SegmentHead(f"job_{shard}", "same", "w1"), lambda _: pytest.fail("no file is needed"))
+        lease_host.job = OpenJob(f"job_{shard}", job.form, job.rows, segment)
+        lease_host.grant(shard, Grant(lease(shard), 0, 10 * shard, 10, position=10 * shard, row=10 * shard))
+    rows = [row for _ in range(4) for row in await lease_host.feed.take(10)]
+    running = asyncio.create_task(lease_host.recorder.run())
+
+    async def put(some: list[Row], commits: int) -> list[int]:
+        lease_host.recorder.put([Outcome(row, b"{}") for row in some])
+        lease_host.recorder.flush()
+        while len(lease_host.commits) < commits:
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return [commit.rows_ok for commit in lease_host.commits]
+
+    assert await put(rows[:4], 0) == []
+    assert await put(rows[10:20], 1) == [10]
+    assert await put(rows[4:10], 2) == [10, 10]
+    assert await put(rows[20:25], 2) == [10, 10]
+    await lease_host.recorder.sync()
+    assert [commit.rows_ok for commit in lease_host.commits] == [10, 10, 5]
+    monkeypatch.setattr(blocks, "CARRIED_DELAY_S", 0.001)
+    assert await put(rows[30:36], 4) == [10, 10, 5, 6]
+    running.cancel()
 
 
 async def test_what_puts_objects_waits_for_its_owner(job, source, tmp_path):

@@ -128,6 +128,7 @@ class Recorder:
         self._loop = asyncio.get_running_loop()
         self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
         self._written: dict[int, Held] = {}  # leases with blocks that no commit names yet
+        self._due_at: dict[int, float] = {}  # when the blocks of such a lease must be on disk at the latest
         self._written_rows = self._written_bytes = 0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._due = asyncio.Event()
@@ -312,15 +313,18 @@ class Recorder:
     def _schedule(self, held: Held) -> None:
         """Say when the blocks written so far must be on disk."""
         self._written[id(held)] = held
+        due_at = self._due_at.setdefault(id(held), self._loop.time() + held.job.segment.commit_delay_s)
         if self._written_rows >= COMMIT_ROWS or self._written_bytes >= COMMIT_BYTES or held.undone == 0:
             self._due.set()
             return
-        due_at = self._loop.time() + held.job.segment.commit_delay_s
-        if self._due_timer is not None and self._due_timer.when() > due_at:
+        self._set_due_by(due_at)
+
+    def _set_due_by(self, at: float) -> None:
+        if self._due_timer is not None and self._due_timer.when() > at:
             self._due_timer.cancel()
             self._due_timer = None
         if self._due_timer is None:
-            self._due_timer = self._loop.call_at(due_at, self._due.set)
+            self._due_timer = self._loop.call_at(at, self._due.set)
 
     async def run(self) -> None:
         """Bring written blocks to the disk and to the owner, until cancelled."""
@@ -329,7 +333,7 @@ class Recorder:
             await self._due.wait()
             await self._wait_for_turn(synced_at)
             synced_at = self._loop.time()
-            await self.sync()
+            await self.sync(waits=self._written_bytes < COMMIT_BYTES)
 
     async def _wait_for_turn(self, synced_at: float) -> None:
         """Wait until the last time is long enough ago, or until COMMIT_BYTES have been written."""
@@ -344,16 +348,15 @@ class Recorder:
         delays = [held.job.segment.commit_delay_s for held in self._written.values()]
         return min(self._pace_s(self._written_rows), max(delays, default=0.0))
 
-    async def sync(self) -> None:
-        """Bring everything written so far to the disk and to the owner."""
+    async def sync(self, *, waits: bool = False) -> None:
+        """Bring everything written so far to the disk and to the owner. Args: waits: but not what may wait."""
         if self._until_owned is not None:
             await self._until_owned()
         self._due.clear()
         if self._due_timer is not None:
             self._due_timer.cancel()
             self._due_timer = None
-        helds, self._written = list(self._written.values()), {}
-        self._written_rows = self._written_bytes = 0
+        helds = self._take_written(waits=waits)
         unsent = [(held, part) for held in helds for part in held.unsent]
         unsent.sort(key=lambda pair: (pair[1].ref.segment, pair[1].ref.offset))
         for held in helds:
@@ -384,6 +387,29 @@ class Recorder:
                 faults.point("after_send")
             else:
                 held.job.segment.acknowledge(part.ref)  # it will never count
+
+    def _take_written(self, *, waits: bool) -> list[Held]:
+        """The leases with blocks that no commit names yet.
+
+        Args: waits: without those whose next rows are about to end, and travel in the same commit if it carries them.
+        """
+        now = self._loop.time()
+        left = {
+            key: held for key, held in self._written.items() if waits and now < self._due_at[key] and _may_wait(held)
+        }
+        taken = [held for key, held in self._written.items() if key not in left]
+        parts = [part for held in left.values() for part in held.unsent]
+        self._written, self._due_at = left, {key: self._due_at[key] for key in left}
+        self._written_rows = sum(part.rows_ok + part.rows_failed for part in parts)
+        self._written_bytes = sum(part.ref.length for part in parts)
+        if left:
+            self._set_due_by(min(self._due_at.values()))
+        return taken
+
+
+def _may_wait(held: Held) -> bool:
+    """Whether rows of a lease are left, and nothing of it waits for a disk."""
+    return held.undone > 0 and not held.stale and all(_is_carried(held, part) for part in held.unsent)
 
 
 def _sync_all(segments: list[SegmentSink]) -> None:
