@@ -21,6 +21,7 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger.plan import KEY_ORDER
 from batchmill.jobs.service import JobService
+from batchmill.store.sql.tables import model_versions
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Once, OutputSchema, Policy, SchemaVersion
 
 CODE = """
@@ -144,6 +145,8 @@ async def test_a_class_is_brought_before_rows_run(opened, tmp_path):
     schema = OutputSchema('{"type":"object"}', validator="a.py:A", code="0", version=SchemaVersion("review@main/1"))
     dataset = DatasetSpec([str(tmp_path / "in.jsonl")], format="openai")
     asked = JobOrder(dataset, [model], origin={"frontend": "openai"}, default_model=False, schema=schema)
+    values = {"name": "review", "branch": "main", "number": 1, "state": "ready", "created": 0.0, "source": ""}
+    await service._tools.database.write(lambda db: db.execute(model_versions.insert().values(values)))
     view = await run(service, asked)
     assert (view.state, view.message) == ("paused", "the class review@main/1 is not deployed here")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from batchmill.errors import Conflict, InvalidInput, ModelFailed, OverQuota, Unk
 from batchmill.executors.validators import validators as validator_processes
 from batchmill.executors.validators.messages import Checked
 from batchmill.executors.validators.validators import ValidatorFailed, Validators
-from batchmill.jobs.ledger import snapshot
+from batchmill.jobs.ledger import records as job_records
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions import records
@@ -69,13 +70,13 @@ class Place:
         return await self.versions.deploy(path, by=by)
 
     async def add_job(self, schema: OutputSchema) -> None:
-        """An unfinished job that validates with a class."""
+        """An unfinished job that validates with a class. Raises: UnknownName."""
         form = TableForm(prompt="{n}", schema=schema)
         job = JobSpec(
             id="job_1", dataset=DatasetSpec(["in.jsonl"]), models=[ModelSpec("m", "openai", "m")], form=form,
             policy=Policy(), output=None, identity="1", code={}, created=0.0,
         )  # fmt: skip
-        await self.database.write(snapshot.insert_job, job)
+        await self.database.write(job_records.enter, job, None, None)
 
     async def end_job(self, *, is_removed: bool = False) -> None:
         change = jobs.delete() if is_removed else jobs.update().values(state="completed")
@@ -147,6 +148,25 @@ async def test_a_version_that_a_job_has_stays(place: Place) -> None:
         await place.versions.bring(pinned)
     with pytest.raises(UnknownName, match="is removed; ready versions of review: main/2"):
         place.versions.schema_class(ONE, "review@1")
+
+
+async def test_a_class_that_is_removed_while_an_order_is_taken(place: Place) -> None:
+    """The order is refused if the class goes between its name and the job; a job that is stored first keeps it."""
+    await place.deploy(1, name="review", branch="feat/x")
+    pinned = place.versions.schema_class(ONE, "review@feat/x/1")
+    removing = asyncio.create_task(place.versions.remove("review", by=ONE))
+    stored = asyncio.create_task(place.add_job(pinned))
+    with pytest.raises(UnknownName, match="review@feat/x/1, which validates answers, was removed meanwhile"):
+        await stored
+    await removing
+    await place.deploy(2, name="review", branch="feat/x")
+    pinned = place.versions.schema_class(ONE, "review@feat/x/2")
+    stored = asyncio.create_task(place.add_job(pinned))
+    await asyncio.sleep(0)  # it has begun
+    with pytest.raises(Conflict, match="an unfinished job uses review@feat/x/2"):
+        await place.versions.remove("review", by=ONE)
+    await stored
+    await place.versions.bring(pinned)
 
 
 async def test_classes_that_no_job_has_any_more(place: Place) -> None:

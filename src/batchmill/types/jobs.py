@@ -218,6 +218,13 @@ class SchemaVersion(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     folder: str = ""  # absolute path of its code, which does not change; clients do not see it
     python: str | None = None  # the interpreter of its environment; None: batchmill's own
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Name, branch and number."""
+        name, _, rest = self.reference.partition("@")
+        branch, _, number = rest.rpartition("/")
+        return name, branch, int(number)
+
 
 class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON Schema that the answers of a language model must fit."""

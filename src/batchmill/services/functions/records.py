@@ -9,6 +9,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec.structs import replace
 
+from batchmill.errors import Conflict
 from batchmill.services.functions.examples import curl_examples
 from batchmill.services.functions.names import MAIN
 from batchmill.states import ENDED
@@ -70,7 +71,11 @@ def set_route(db: sa.Connection, route: Route) -> None:
 
 
 def remove(db: sa.Connection, versions: list[ModelVersion], routes: list[Route], dropped: list[Route]) -> None:
-    """Mark versions as removed, replace `routes`, and delete the routes in `dropped`."""
+    """Mark versions as removed, replace `routes`, and delete the routes in `dropped`.
+
+    Raises: Conflict for a version that an unfinished job uses.
+    """
+    _refuse_used(db, versions)
     for version in versions:
         db.execute(model_versions.update().where(_is(version)).values(state=REMOVED))
     for route in routes:
@@ -93,16 +98,29 @@ def read_all(db: sa.Connection) -> tuple[list[ModelVersion], list[Route]]:
     return versions, routes
 
 
-def folders_in_use(db: sa.Connection) -> set[str]:
-    """The code folders of the versions that unfinished jobs use, as models and for their schema."""
+def _refuse_used(db: sa.Connection, versions: list[ModelVersion]) -> None:
+    """Raises: Conflict for a version that an unfinished job uses, as a model or for its schema."""
+    functions = [(each.reference, each.spec.function) for each in versions if each.spec is not None]
+    folders = {function.folder: reference for reference, function in functions if function is not None}
+    marks = [msgspec.json.encode(folder) for folder in folders]
+    if not marks:
+        return
     ended = [state.value for state in ENDED]
-    folders: set[str] = set()
     for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in(ended))).scalars():
-        spec = msgspec.json.decode(data, type=JobSpec)
-        used = [model for model in spec.models if not spec.used or model.name in spec.used]
-        folders |= {model.function.folder for model in used if model.function is not None}
-        if (schema := spec.form.schema) is not None and schema.version is not None:
-            folders.add(schema.version.folder)
+        text = bytes(data)
+        if any(mark in text for mark in marks):  # few are decoded: nothing else is written meanwhile
+            for folder in _folders_of(msgspec.json.decode(text, type=JobSpec)) & folders.keys():
+                raise Conflict(
+                    f"an unfinished job uses {folders[folder]}: cancel the job, or wait for it", code="version_in_use"
+                )
+
+
+def _folders_of(spec: JobSpec) -> set[str]:
+    """The code folders that a job uses."""
+    used = [model for model in spec.models if not spec.used or model.name in spec.used]
+    folders = {model.function.folder for model in used if model.function is not None}
+    if (schema := spec.form.schema) is not None and schema.version is not None:
+        folders.add(schema.version.folder)
     return folders
 
 

@@ -480,17 +480,6 @@ class ModelVersions:
         """
         async with self._lock_owned(name, by):
             versions, dropped = self._select_removals(name, branch, version, by)
-            folders_in_use = await self._database.read(records.folders_in_use)
-            for each in versions:
-                if (
-                    each.spec is not None
-                    and each.spec.function is not None
-                    and each.spec.function.folder in folders_in_use
-                ):
-                    raise Conflict(
-                        f"an unfinished job uses {each.reference}: cancel the job, or wait for it",
-                        code="version_in_use",
-                    )
             await self._database.write(records.remove, versions, [], dropped)
             removed = [replace(each, state=REMOVED) for each in versions]
             self._put(name, removed, dropped=dropped)
