@@ -304,6 +304,7 @@ def _whole(db: sa.Connection, done_by: float, ended_by: float) -> Sequence[Recor
     query = sa.select(*columns).where(
         jobs.c.state.in_(ENDED),
         jobs.c.compacted.is_(None),
+        jobs.c.finished.is_not(None),
         jobs.c.output.is_not(None),
         sa.or_(is_done & (jobs.c.finished <= done_by), jobs.c.finished <= ended_by),
     )

@@ -415,6 +415,7 @@ def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Seq
 
 def _oldest_ended(db: sa.Connection, project: str, jobs_max: int) -> float:
     """When the oldest of so many of those jobs has ended; minus infinity if there are fewer."""
-    query = sa.select(jobs.c.finished).where(jobs.c.project == project, *_HAS_RESULTS)
+    is_of_project = jobs.c.project == project, jobs.c.finished.is_not(None)  # as the index has it
+    query = sa.select(jobs.c.finished).where(*is_of_project, *_HAS_RESULTS)
     oldest = db.execute(query.order_by(jobs.c.finished.desc()).limit(1).offset(jobs_max - 1)).scalar()
     return -math.inf if oldest is None else oldest

@@ -28,7 +28,8 @@ metadata = MetaData()
 schema = Table("schema", metadata, Column("version", Integer, primary_key=True))
 
 _UNANNOUNCED = column("announced") <= column("generation")  # true for few jobs, so that finding them is cheap
-_WHOLE = column("compacted").is_(None)
+_HAS_ENDED = column("finished").is_not(None)  # a running job has no entry in these indexes
+_WHOLE = column("compacted").is_(None) & _HAS_ENDED
 
 jobs = Table(
     "jobs",
@@ -72,6 +73,7 @@ jobs = Table(
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
+    Index("jobs_by_end", "project", "finished", sqlite_where=_HAS_ENDED, postgresql_where=_HAS_ENDED),
     Index("jobs_to_compact", "finished", sqlite_where=_WHOLE, postgresql_where=_WHOLE),
     Index("jobs_by_created", "created"),
     Index("jobs_by_state_created", "state", "created"),

@@ -207,6 +207,14 @@ def _jobs() -> None:
     op.create_index(op.f("ix_jobs_identity"), "jobs", ["identity"], unique=False)
     op.create_index("jobs_by_bytes", "jobs", ["project", "bytes"], unique=False)
     op.create_index("jobs_by_created", "jobs", ["created"], unique=False)
+    op.create_index(
+        "jobs_by_end",
+        "jobs",
+        ["project", "finished"],
+        unique=False,
+        sqlite_where=sa.text("finished IS NOT NULL"),
+        postgresql_where=sa.text("finished IS NOT NULL"),
+    )
     op.create_index("jobs_by_project", "jobs", ["project", "created"], unique=False)
     op.create_index("jobs_by_state", "jobs", ["project", "state"], unique=False)
     op.create_index("jobs_by_state_created", "jobs", ["state", "created"], unique=False)
@@ -223,8 +231,8 @@ def _jobs() -> None:
         "jobs",
         ["finished"],
         unique=False,
-        sqlite_where=sa.text("compacted IS NULL"),
-        postgresql_where=sa.text("compacted IS NULL"),
+        sqlite_where=sa.text("compacted IS NULL AND finished IS NOT NULL"),
+        postgresql_where=sa.text("compacted IS NULL AND finished IS NOT NULL"),
     )
 
 
