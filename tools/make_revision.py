@@ -20,6 +20,7 @@ from alembic.operations import ops
 from batchmill.store.sql import schema
 from batchmill.store.sql.tables import metadata
 
+OPERATIONS_MAX = 6  # of a table: with more indexes, these have a function of their own
 # How Alembic writes the type of a column with text.
 TEXT = re.compile(r"sa\.(String\(length=(\d+)\)|Text\(\))\.with_variant\(sa\.Text\(collation='C'\), 'postgresql'\)")
 HEAD = '''"""The tables of version {version}. Written by tools/make_revision.py."""
@@ -56,6 +57,8 @@ def write() -> str:
         found = each.ops if isinstance(each, ops.ModifyTableOps) else [each]
         name = each.table_name
         parts.setdefault(name, []).extend(found)
+    for name in [name for name, found in parts.items() if len(found) > OPERATIONS_MAX]:
+        parts[name], parts[f"{name}_indexes"] = parts[name][:1], parts[name][1:]
     functions = []
     for name, found in sorted(parts.items()):
         lines = render_python_code(ops.UpgradeOps(found)).splitlines()

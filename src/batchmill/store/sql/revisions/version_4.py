@@ -24,6 +24,7 @@ def upgrade() -> None:
         _files,
         _job_models,
         _jobs,
+        _jobs_indexes,
         _keys,
         _late_calls,
         _llm_deployments,
@@ -204,6 +205,9 @@ def _jobs() -> None:
         sa.Column("compacted", sa.Float(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
+
+
+def _jobs_indexes() -> None:
     op.create_index(op.f("ix_jobs_identity"), "jobs", ["identity"], unique=False)
     op.create_index("jobs_by_bytes", "jobs", ["project", "bytes"], unique=False)
     op.create_index("jobs_by_created", "jobs", ["created"], unique=False)
