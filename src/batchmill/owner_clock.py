@@ -13,6 +13,7 @@ import weakref
 from batchmill.errors import DatabaseUnavailable
 
 _TIME = struct.Struct("d")
+POLL_S = 0.05
 
 
 def now_s() -> float:
@@ -47,16 +48,33 @@ class TermFile:
         os.pwrite(self._fd, _TIME.pack(until_s), 0)
 
 
-def check_file(path: str) -> None:
-    """Check the term of the owner that this process works for. Args: path: empty: the owner's term has no end.
+def read_left(path: str) -> float | None:
+    """How much is left of the term of the owner that this process works for. Args: path: empty: it has no end.
 
-    Raises: DatabaseUnavailable when it is over.
+    Raises: DatabaseUnavailable when the owner has ended.
     """
     if not path:
-        return
+        return None
     try:
         with open(path, "rb") as file:
             (until_s,) = _TIME.unpack(file.read(_TIME.size))
-    except FileNotFoundError:  # the owner has ended
-        until_s = 0.0
-    check_left(until_s - now_s())
+    except FileNotFoundError:
+        check_left(0.0)
+        raise
+    return until_s - now_s()
+
+
+def check_file(path: str) -> None:
+    """Raises: DatabaseUnavailable when the term is over. Args: as of `read_left`."""
+    check_left(read_left(path))
+
+
+def wait_for_term(path: str) -> None:
+    """Wait as long as the term is over: until the owner is surely the owner again, or ends this process with itself.
+
+    For children whose work takes long, and is not to begin anew whenever the database is away for a few seconds.
+
+    Args, Raises: as of `read_left`.
+    """
+    while is_over(read_left(path)):
+        time.sleep(POLL_S)

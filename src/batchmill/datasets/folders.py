@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
@@ -86,26 +87,34 @@ def folder_of(home: Home) -> Folder:
 
 
 class DiskFolder:
-    """A folder of a file system."""
+    """A folder of a file system.
+
+    Args: may_write: called before what changes files; it waits, or raises what the methods then raise.
+    """
 
     is_on_disk = True
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, may_write: Callable[[], None] = lambda: None) -> None:
+        self.path, self._may_write = path, may_write
 
     def on_disk(self) -> Path:
+        self._may_write()
         return self.path
 
     def create(self, name: str) -> BinaryIO:
+        self._may_write()
         return open(self.path / name, "wb")  # noqa: SIM115 - the caller closes it
 
     def part(self, name: str, digest: Digest | None = None) -> Part:
+        self._may_write()
         return PartFile(self.path / name, 0o600, digest)
 
     def write(self, name: str, data: bytes) -> None:
+        self._may_write()
         temporary = self.path / f"{name}.tmp"
         temporary.write_bytes(data)
         sync(temporary)
+        self._may_write()
         temporary.rename(self.path / name)
         sync_folder(self.path)
 
@@ -133,12 +142,15 @@ class DiskFolder:
             return []
 
     def remove(self, name: str) -> None:
+        self._may_write()
         (self.path / name).unlink(missing_ok=True)
 
     def remove_durably(self, *names: str) -> None:
+        self._may_write()
         remove_files([self.path / name for name in names])
 
     def rename(self, name: str, new_name: str) -> None:
+        self._may_write()
         (self.path / name).rename(self.path / new_name)
 
     def sync(self) -> None:

@@ -43,7 +43,7 @@ from batchmill.jobs.results.parts.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
-from batchmill.owner_clock import check_left
+from batchmill.owner_clock import check_left, is_over
 from batchmill.part_files import HeldFile
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
@@ -251,7 +251,17 @@ class RecordedJob:
         self.spec, self._prepared_in = replace(self.spec, is_small=False), None
         self.files = self._tools.scratch.files(self.spec)
         self._stored = JobStorage(self._tools.stored, self.files)
-        await asyncio.to_thread(self.files.write_spec, self.spec)
+        await self._write_spec(self.spec)
+
+    async def _write_spec(self, spec: JobSpec) -> None:
+        """Raises: JobPaused where another process may be the owner: the files are its own."""
+        check_left(self._ledger.database.owned_s())
+        await asyncio.to_thread(self.files.write_spec, spec)
+
+    async def _clear_unsealed(self) -> None:
+        """Remove an unsealed dataset, unless another process may be sealing it by now."""
+        if not is_over(self._ledger.database.owned_s()):
+            await asyncio.to_thread(self.files.clear_unsealed)
 
     async def _begin_again(self) -> Record:
         """The record of a job to continue. A small one that began without a cluster gets files in the data directory.
@@ -382,9 +392,10 @@ class RecordedJob:
             new = self._prepared_in = NewFolders(self.files)
             return await seal_and_plan_at_once(order, new.dataset, new.plan, disk_quota, self._call)
         await self._unpack(is_new=True)
-        order, sealing = replace(order, copies=self._copies()), None
+        term = "" if self.spec.is_small else self._ledger.database.term_path()  # a small one's folder is its own
+        order, sealing = replace(order, copies=self._copies(), term=term), None
         if self._nodes is not None and not self.spec.is_small:
-            sealing = NodeSealing(self._nodes, self._ledger.database.term_path())
+            sealing = NodeSealing(self._nodes, term)
         offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
         return await seal_and_plan(order, disk_quota, offload, progress, sealing)
 
@@ -404,6 +415,7 @@ class RecordedJob:
 
     async def _clear_refused(self) -> None:
         """Remove what was made of a dataset of which no row runs."""
+        check_left(self._ledger.database.owned_s())
         await asyncio.to_thread(self.files.clear_refused, self.spec.project)
         if self.spec.dataset.media_copies:
             await self._tools.stored.remove(self.files.media)

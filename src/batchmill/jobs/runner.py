@@ -137,7 +137,7 @@ class JobRunner(RecordedJob):
         before = self.spec.policy
         self._set_policy(policy)
         try:
-            await asyncio.to_thread(self.files.write_spec, self.spec)
+            await self._write_spec(self.spec)
             await self._commit_log.write(self._ledger.note, self.spec.id, **columns_of(self.spec))
         except BatchmillError:
             self._set_policy(before)
@@ -173,7 +173,7 @@ class JobRunner(RecordedJob):
         """Leave PAUSED for the state in which the job continues, with this spec."""
         record = await self._begin_again()
         await self._stored.bring_plans(record)
-        await asyncio.to_thread(self.files.write_spec, self.spec)
+        await self._write_spec(self.spec)
         if record["cancelling"] is not None:
             state, reason = JobState.CANCELLING, early_end_of(record).reason
         else:
@@ -192,11 +192,11 @@ class JobRunner(RecordedJob):
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
             order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
-            opened = await plan_retry(order, self._offload)
+            opened = await plan_retry(replace(order, term=self._ledger.database.term_path()), self._offload)
             await self._tools.scratch.store(self.spec)
             if not self.spec.is_small:
                 await self._stored.publish(self.files.plan(generation))
-        await asyncio.to_thread(self.files.write_spec, self.spec)
+        await self._write_spec(self.spec)
         limit = self._tools.quota_of(self.spec)
         await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
@@ -289,9 +289,9 @@ class JobRunner(RecordedJob):
             return
         finally:  # the child process may have been killed
             if not self.spec.is_small:  # whose files are removed with their folder
-                await asyncio.to_thread(self.files.clear_unsealed)
+                await self._clear_unsealed()
         if (self.spec.models, self.spec.reuse_note) != (models, ""):  # its routes or adapters have changed
-            await asyncio.to_thread(self.files.write_spec, self.spec)
+            await self._write_spec(self.spec)
         report, plan = prepared.report, prepared.plan
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
         if plan is None:
@@ -526,7 +526,7 @@ class JobRunner(RecordedJob):
         await self._commit_log.write(self._ledger.fence, self.spec.id, run.generation)
         await self._adopt(run.plan, run.generation)
         spec = replace(spec, policy=self.spec.policy)  # it may have been amended meanwhile
-        await asyncio.to_thread(self.files.write_spec, spec)
+        await self._write_spec(spec)
         self.spec = spec
         await self._move(JobState.QUEUED, **columns_of(spec))
         await self._dispatcher.unreserve(spec.id)

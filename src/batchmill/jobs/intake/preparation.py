@@ -29,7 +29,7 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
-from batchmill.owner_clock import check_file
+from batchmill.owner_clock import check_file, wait_for_term
 from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, SharedCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
@@ -72,6 +72,7 @@ class PrepareOrder(Struct, frozen=True):
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
     checks: NodeChecks | None = None  # None: all rows are checked on this machine
     copies: CopyOrder | None = None  # None: nothing is copied
+    term: str = ""  # see `Database.term_path`: a successor may seal the same job in the same folder
 
     def __repr__(self) -> str:  # without the token
         return f"PrepareOrder({self.spec.id})"
@@ -92,7 +93,8 @@ class Prepared(Struct, frozen=True):
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     request = msgspec.json.decode(order, type=PrepareOrder)
-    folders = DiskFolder(Path(request.dataset)), DiskFolder(Path(request.plan))
+    may_write = partial(wait_for_term, request.term)
+    folders = (DiskFolder(Path(each), may_write) for each in (request.dataset, request.plan))
     return msgspec.json.encode(prepare_in(request, *folders, progress))
 
 
@@ -142,7 +144,7 @@ def prepare_in(
             causes[refused.code] = rows + 1, sample
         fetched.tidy()
     else:
-        fetching.clear(dataset.path)
+        _clear_fetched(dataset)
     return Prepared(report, planned, causes, choices, flaws=flaws, copied_bytes=copied_bytes)
 
 
@@ -176,9 +178,14 @@ def _sealed(
             folder, lambda share: progress(share_before + share * (1 - share_before)), elsewhere, keep,
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
-        fetching.clear(home)
+        _clear_fetched(folder)
         raise fetched.error(error) from None
     return fetched.named(report), fetched
+
+
+def _clear_fetched(folder: Folder) -> None:
+    if folder.is_on_disk:
+        fetching.clear(folder.on_disk())
 
 
 def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
