@@ -122,7 +122,6 @@ class FileService:
         """Return a writer for a new file of a project. The file is visible once it is committed.
 
         Args: is_joined: the file is joined from parts that already count against the quota.
-
         Raises: OverQuota if the project has no disk space left.
         """
         return FileWriter(self, project, None if is_joined else await self.disk_quota.begin(project))
@@ -367,9 +366,8 @@ class FileService:
     # -- delete -----------------------------------------------------------------------------------------------------
 
     async def delete(self, project: str, file_id: str, by: str) -> None:
-        """Delete a file, and for a result the job's own copy too. For results, who deleted them is stored.
-
-        Raises: Conflict (`file_in_use`) while a job that has not ended reads the file.
+        """Delete a file, and for a result the job's own copy too, with who deleted it. Raises: Conflict
+        (`file_in_use`) while a job that has not ended reads the file.
         """
         record = await self.get(project, file_id)
         await run_to_completion(self._remove(record, project, by))
