@@ -230,6 +230,18 @@ def lose_node(command: str) -> Injection:
     return inject
 
 
+def nodes_late(campaign: Campaign, _: Outcome) -> Undo:
+    """All nodes are removed; the rows wait for room until others come."""
+    _, cluster = on_ray(campaign)
+    gone = list(cluster.alive)
+    for number in gone:
+        cluster.nodes.does(f"remove {number}")
+    time.sleep(campaign.chance.uniform(1, 5))
+    for number in gone:
+        cluster.replace_node(number)
+    return nothing
+
+
 def head_killed(campaign: Campaign, _: Outcome) -> Undo:
     """SIGKILL for the head's control service; then the whole cluster ends, and another one starts at its address."""
     _, cluster = on_ray(campaign)
@@ -278,7 +290,7 @@ RAY_FAULTS: dict[str, tuple[Injection, int]] = {
     "actor_killed": (signal_one("ray::HostedWorker", signal.SIGKILL), 10),
     "actor_evicted": (signal_one("ray::HostedWorker", signal.SIGTERM), 6),
     "driver_killed": (driver_killed, 2), "node_removed": (lose_node("remove"), 5),
-    "node_drained": (lose_node("drain"), 2), "head_killed": (head_killed, 2),
+    "node_drained": (lose_node("drain"), 2), "nodes_late": (nodes_late, 1), "head_killed": (head_killed, 2),
     "ray_owner_killed": (ray_owner_killed, 1), "hostile_pickle": (hostile_pickle, 1),
 }  # fmt: skip
 ALL_FAULTS = {**FAULTS, **RAY_FAULTS}
