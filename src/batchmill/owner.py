@@ -223,7 +223,10 @@ def _make_versions(
 ) -> ModelVersions:
     """Make the service of deployed functions. It is not loaded yet."""
     config = store.config
-    builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation, store.stored)
+    builder = VersionBuilder(
+        config.data_dir, Trials(provisions), config.functions, provisions.isolation, store.stored,
+        store.database.owned_s,
+    )  # fmt: skip
     provisions.restore_with(builder.restore)
     return ModelVersions(
         store.database, store.clock, directory, builder=builder, quotas=config.project_quotas, warm=warm,

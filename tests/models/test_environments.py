@@ -10,7 +10,7 @@ import sys
 import pytest
 from fakes.packages import add_wheel, use_as_index
 
-from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.errors import DatabaseUnavailable, InvalidInput, ModelFailed
 from batchmill.models import environments, pip_settings
 from batchmill.models.environments import RECORD, Environments, check_requirements, find_python
 from batchmill.models.installers import packages_of
@@ -85,6 +85,25 @@ async def test_a_package_that_changed_is_refused(index, installer, tmp_path, mon
     with pytest.raises(ModelFailed, match="(?i)hash"):
         await made.python(None, lock, tmp_path / "log")
     assert list((tmp_path / "environments").iterdir()) == []
+
+
+async def test_a_replaced_owner_leaves_what_its_successor_has_built(index, tmp_path, monkeypatch):
+    """An installer whose folder a successor's sweep has removed fails; the same environment lies there anew by then."""
+    left_s = 1.0
+    made = Environments(tmp_path / "environments", owned_s=lambda: left_s)
+    lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
+
+    async def replaced(command, folder, *_):
+        nonlocal left_s
+        left_s = -1.0
+        (folder / "of-the-successor").touch()
+        raise ModelFailed("the folder is gone")
+
+    monkeypatch.setattr(environments, "_run", replaced)
+    for error in (ModelFailed, DatabaseUnavailable):  # the second attempt finds out before it begins
+        with pytest.raises(error):
+            await made.python(None, lock, tmp_path / "log")
+        assert [path.name for path in (tmp_path / "environments").glob("*/*")] == ["of-the-successor"]
 
 
 async def test_requirements_with_hashes_are_a_lock(index, installer, tmp_path):

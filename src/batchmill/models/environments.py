@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import installers, isolation, pip_settings
 from batchmill.models.installers import Installer, Run
 from batchmill.models.redaction import without_userinfo
+from batchmill.owner_clock import check_left, is_over
 from batchmill.types import Isolation
 
 FOLDER = "environments"  # in the data directory
@@ -59,8 +60,11 @@ class Environments:
         isolation: the sandbox for installing packages, which run their own code.
     """
 
-    def __init__(self, folder: Path, isolation: Isolation | None = None) -> None:
-        self._folder, self._isolation = folder, isolation
+    def __init__(
+        self, folder: Path, isolation: Isolation | None = None, owned_s: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """Args: owned_s: see `Database.owned_s`. After it another owner may have built an environment anew."""
+        self._folder, self._isolation, self._owned_s = folder, isolation, owned_s
         self._building: dict[str, asyncio.Lock] = {}
         self._resolving = asyncio.Semaphore(RESOLVES_MAX)
 
@@ -104,7 +108,8 @@ class Environments:
             lock: from `lock`; the interpreter is then that of a virtual environment, which is built if it is missing.
             log: the file to which the installer's output is appended.
 
-        Raises: InvalidInput for an interpreter that does not exist; ModelFailed with the installer's output.
+        Raises: InvalidInput for an interpreter that does not exist; ModelFailed with the installer's output;
+        DatabaseUnavailable where another process may be the owner.
         """
         base = None if interpreter is None else find_python(interpreter)
         if lock is None:
@@ -118,6 +123,7 @@ class Environments:
         venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
             if not await asyncio.to_thread(_is_complete, venv):
+                check_left(self._owned_s())
                 await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
                 await self._build(venv, base, lock, log)
             await asyncio.to_thread(_record_of(venv).touch)  # the time of its last use
@@ -132,6 +138,7 @@ class Environments:
         _check_python(lock, await _version_of(base))
         async with self._building.setdefault(venv.name, asyncio.Lock()):
             if not await asyncio.to_thread(_is_complete, venv):
+                check_left(self._owned_s())
                 await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
                 await self._build(venv, base, lock, log)
             await asyncio.to_thread(_record_of(venv).touch)
@@ -145,7 +152,8 @@ class Environments:
             paths = await asyncio.to_thread(isolation.interpreter_folders, base)
             await asyncio.to_thread(shutil.rmtree, venv / UV_CACHE, ignore_errors=True)
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
+            if not is_over(self._owned_s()):
+                await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
             raise
         _record(venv, Base(base, [*paths]))  # not in a thread: a cancelled build has no record
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -73,12 +73,16 @@ class VersionBuilder:
     def __init__(
         self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(),
         isolation: Isolation | None = None, stored: StoredFiles = LocalFiles(),
+        owned_s: Callable[[], float | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Args: isolation: the sandbox of packages that are installed and of classes, as `entry` configures it."""
+        """Args:
+        isolation: the sandbox of packages that are installed and of classes, as `entry` configures it.
+        owned_s: see `Database.owned_s`.
+        """
         self._data_dir, self._entry, self._stored = data_dir, entry, stored
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
-        self._environments, self._isolation = Environments(data_dir / FOLDER, isolation), isolation
+        self._environments, self._isolation = Environments(data_dir / FOLDER, isolation, owned_s), isolation
         self._trial = trial
 
     def folder(self, version: ModelVersion) -> Path:
