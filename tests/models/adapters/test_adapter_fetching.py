@@ -18,6 +18,7 @@ from moto.server import ThreadedMotoServer
 
 from batchmill.children.offload import Children
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, TooLarge, Unavailable
+from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport, fetch, kind_of
 from batchmill.models.worker_environment import FETCHERS
 from batchmill.wire.adapter_bundles import FILES
@@ -292,3 +293,29 @@ def test_two_fetch_at_once(tmp_path: Path) -> None:
     for each in threads:
         each.join()
     assert len(names(tmp_path / "adapters")) == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_fetches_of_one_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """The child of an owner that was cut off goes on beside that of its successor, and disturbs it in nothing."""
+    write_lora(tmp_path / "source")
+    home, copy, count = tmp_path / "adapters" / "adapter_1", fetching._copy_folder, 0
+
+    def beside(source: Path, staged: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            if fails:  # while the other one has begun
+                with pytest.raises(Unavailable):
+                    fetch(str(source), home, token=None)
+            else:
+                fetch(str(source), home, token=None)
+        elif fails:
+            raise Unavailable("the source is gone")
+        copy(source, staged)
+
+    monkeypatch.setattr(fetching, "_copy_folder", beside)
+    fetched = fetch(str(tmp_path / "source"), home, token=None)
+    assert fetched == fetching.measure(home) and count == 2
+    assert names(tmp_path / "adapters") == [f"adapter_1/{name}" for name in sorted(FILES)]
+    assert list((tmp_path / "adapters" / "staging").iterdir()) == []

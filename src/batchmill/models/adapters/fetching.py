@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -121,10 +123,12 @@ def fetch(source: str, home: Path, *, token: str | None) -> Fetched:
     if home.is_dir():
         return measure(home)
     home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    work_folder = home.parent / STAGING / home.name
-    shutil.rmtree(work_folder, ignore_errors=True)  # of one that was killed
+    of_adapter = home.parent / STAGING / home.name
+    of_adapter.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # The child of an owner that was cut off may go on beside that of its successor.
+    work_folder = Path(tempfile.mkdtemp(dir=of_adapter))
     staged = work_folder / "adapter"
-    staged.mkdir(parents=True, mode=0o700)
+    staged.mkdir(mode=0o700)
     try:
         if kind == "hub":
             require(HUB, "an adapter of a model hub")(source, staged, work_folder, token)
@@ -135,6 +139,8 @@ def fetch(source: str, home: Path, *, token: str | None) -> Fetched:
         return settle(staged, home)
     finally:
         shutil.rmtree(work_folder, ignore_errors=True)
+        with suppress(OSError):  # there is another one's
+            of_adapter.rmdir()
 
 
 def settle(staged: Path, home: Path) -> Fetched:
@@ -144,7 +150,11 @@ def settle(staged: Path, home: Path) -> Fetched:
         path.chmod(0o444)
         _sync(path)
     _sync(staged)
-    staged.rename(home)
+    try:
+        staged.rename(home)
+    except OSError:
+        if not home.is_dir():  # else another one was faster
+            raise
     _sync(home.parent)
     return measure(home)
 
