@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 
 import pytest
@@ -177,6 +178,25 @@ async def test_results_of_many_jobs_that_have_ended(room):
     await room.database.write(room.files.store_end, record)
     room.files.ended(JOB)
     assert room.files.arrivals.ids == set()
+
+
+async def test_an_end_whose_second_result_cannot_be_linked(room, monkeypatch):
+    """It stores no record of the first one, which arrives no more: a sweep may remove it. A request adopts both."""
+    view, link, targets = await room.ended_job(), room.log.link, []
+
+    def full(db, source, target):
+        targets.append(target)
+        if len(targets) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return link(db, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room.log, "link", full)
+        record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
+        await room.database.write(room.files.store_end, record)
+    assert room.files.arrivals.ids == set() and (await room.files.list("one"))[0] == []
+    output, errors = await room.files.adopt_results(view)
+    assert (await room.read(output), await room.read(errors)) == (b"results.jsonl 0\n", b"results.errors.jsonl 0\n")
 
 
 async def test_a_result_that_is_deleted_as_its_job_ends(room):

@@ -276,14 +276,14 @@ class FileService:
         ids = [file_id for file_id, _ in found]
         if not self.arrivals.begin(ids):
             return  # a request for the results adopts them
-        for file_id, path in found:
-            try:
-                size_bytes = log.link(db, Path(path), self.home / file_id)
-            except OSError:
-                self.arrivals.end(ids)
-                return  # as above, or says why they cannot be
-            results[file_id] = self._adopted(view, file_id, path, size_bytes)
-            _insert_result(db, results[file_id])
+        try:
+            for file_id, path in found:
+                results[file_id] = self._adopted(view, file_id, path, log.link(db, Path(path), self.home / file_id))
+        except OSError:
+            self.arrivals.end(ids)
+            return  # as above, or says why they cannot be
+        for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
+            _insert_result(db, result)
         faults.point("in_adoption")
         if len(self._ending) > UPLOADED_MAX:  # of transactions that failed
             for failed in list(self._ending):
