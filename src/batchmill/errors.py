@@ -25,6 +25,7 @@ BatchmillError
 │   ├── RouteFailed         this route to a model failed; another of its routes may work
 │   ├── StorageFull
 │   ├── DatabaseUnavailable PostgreSQL cannot be reached, or not be written for now
+│   │   └── TermOver        this process may not act as the owner of the database for now
 │   └── StorageFailed       the disk or object store failed, or too many files were open
 ├── ModelFailed             user code or an engine could not be started
 ├── Unavailable             not now: the server is stopping, a model is still loading
@@ -190,6 +191,10 @@ class StorageFailed(JobPaused):
 class DatabaseUnavailable(JobPaused):
     code = "database_unavailable"
     reason = PauseReason.DATABASE_UNAVAILABLE
+
+
+class TermOver(DatabaseUnavailable):
+    """Of what one call was about to do: the transaction that it shares with others can go on."""
 
 
 def to_storage_error(error: OSError, *, refusals: bool = False) -> JobPaused | None:

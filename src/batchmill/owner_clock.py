@@ -10,7 +10,7 @@ import struct
 import time
 import weakref
 
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import TermOver
 
 _TIME = struct.Struct("d")
 POLL_S = 0.05
@@ -27,11 +27,9 @@ def is_over(left_s: float | None) -> bool:
 
 
 def check_left(left_s: float | None) -> None:
-    """Args: left_s: see `Database.owned_s`. Raises: DatabaseUnavailable when the term is over."""
+    """Args: left_s: see `Database.owned_s`. Raises: TermOver when the term is over."""
     if is_over(left_s):
-        raise DatabaseUnavailable(
-            "the database was not reached in time and may have another owner: nothing is stored until it is"
-        )
+        raise TermOver("the database was not reached in time and may have another owner: nothing is stored until it is")
 
 
 class TermFile:
@@ -51,7 +49,7 @@ class TermFile:
 def read_left(path: str) -> float | None:
     """How much is left of the term of the owner that this process works for. Args: path: empty: it has no end.
 
-    Raises: DatabaseUnavailable when the owner has ended.
+    Raises: TermOver when the owner has ended.
     """
     if not path:
         return None
@@ -65,7 +63,7 @@ def read_left(path: str) -> float | None:
 
 
 def check_file(path: str) -> None:
-    """Raises: DatabaseUnavailable when the term is over. Args: as of `read_left`."""
+    """Raises: TermOver when the term is over. Args: as of `read_left`."""
     check_left(read_left(path))
 
 

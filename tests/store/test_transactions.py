@@ -9,7 +9,8 @@ import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, SQLITE, databases
 
-from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken
+from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken, TermOver
+from batchmill.owner_clock import check_left
 from batchmill.store.sql.tables import schema
 from batchmill.store.sql.transactions import SHARED_MAX
 
@@ -169,6 +170,20 @@ def test_a_transaction_that_may_have_been_committed_is_not_repeated(opened, tran
     answers = asyncio.run(_write_all(opened, lambda db: _add(db, 1000), lose))
     assert [type(answer) for answer in answers] == [DatabaseUnavailable, DatabaseUnavailable]
     assert len(transactions) == 1
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_a_term_that_is_over_fails_only_what_needs_it(opened, has_changed):
+    """A file must not be written then. Other calls write the database alone, which knows its owner by itself."""
+
+    def refused(db):
+        if has_changed:
+            _add(db, 1001)
+        check_left(-1.0)
+
+    first, over, last = asyncio.run(_write_all(opened, lambda db: _add(db, 1000), refused, lambda db: _add(db, 1002)))
+    assert isinstance(over, TermOver) and last == first + 1
+    assert asyncio.run(opened.read(_versions)) == {1000, 1002}
 
 
 def test_a_cancelled_write_is_not_run(opened):

@@ -66,7 +66,7 @@ class FileLog:
     def write(self, db: sa.Connection, path: Path, data: bytes) -> None:
         """Write a file, or replace it. It is durable once the transaction is, and may be there without it.
 
-        Raises: OSError. DatabaseUnavailable where another process may have become the owner: the file may be its own.
+        Raises: OSError. TermOver where another process may have become the owner: the file may be its own.
         """
         assert len(data) <= FILE_BYTES_MAX, "a longer file is synced by itself"
         with self._logged(db, path, None, data):

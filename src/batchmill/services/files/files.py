@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import ServerEntry
-from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, UnknownName
+from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, TermOver, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.part_files import link_over, sync_folder
@@ -41,6 +41,7 @@ from batchmill.services.files.incoming import (
     remove_others,
     run_to_completion,
     unlink_all,
+    unlink_same,
 )
 from batchmill.services.files.job_results import AdoptedResults, Result, ResultFiles, result_record
 from batchmill.services.files.records import FileQuery, FileRecord, unknown
@@ -279,8 +280,10 @@ class FileService:
         try:
             for file_id, path in found:
                 results[file_id] = self._adopted(view, file_id, path, log.link(db, Path(path), self.home / file_id))
-        except OSError:
+        except (OSError, TermOver) as error:
             self.arrivals.end(ids)
+            if isinstance(error, TermOver):
+                raise
             return  # as above, or says why they cannot be
         for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
             _insert_result(db, result)
@@ -587,14 +590,3 @@ def link(source: Path, target: Path) -> int | None:
         return None
     sync_folder(target.parent)
     return target.stat().st_size
-
-
-def unlink_same(path: Path, others: Sequence[Path]) -> None:
-    """Remove those of `others` that are hard links to the file at `path`."""
-    with contextlib.suppress(FileNotFoundError):
-        info = path.stat()
-        for other in others:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(info, other.stat()):
-                    other.unlink()
-                    sync_folder(other.parent)

@@ -285,3 +285,14 @@ def unlink_all(paths: Sequence[Path]) -> None:
     """Remove these files if they exist."""
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def unlink_same(path: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are hard links to the file at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        info = path.stat()
+        for other in others:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(info, other.stat()):
+                    other.unlink()
+                    sync_folder(other.parent)

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import DatabaseUnavailable, TermOver
 
 T = TypeVar("T")
 log = logging.getLogger("batchmill.store")
@@ -271,9 +271,10 @@ class SharedTransactions:
                 notes.has_changed = False
                 try:
                     ended.append((call, call.function(db), None))
-                except (sa.exc.SQLAlchemyError, DatabaseUnavailable):
-                    raise
-                except Exception as error:  # the call's own
+                except Exception as error:
+                    if isinstance(error, sa.exc.SQLAlchemyError | DatabaseUnavailable) and type(error) is not TermOver:
+                        raise
+                    # Else it is the call's own.
                     if notes.has_changed and not savepoints:
                         raise _HalfChanged from error
                     if notes.has_changed:
