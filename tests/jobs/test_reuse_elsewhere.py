@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,17 @@ class Stage:
         return found
 
 
-@pytest.mark.parametrize("database_kind", [POSTGRESQL], indirect=True)
-def test_a_ledger_in_postgresql(database_kind: str, tmp_path: Path) -> None:
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[str]:
+    """Those of an empty PostgreSQL database."""
+    databases.begin(POSTGRESQL)
+    yield databases.settings(tmp_path)
+    databases.end()
+
+
+def test_a_ledger_in_postgresql(settings: str, tmp_path: Path) -> None:
     """A grown dataset runs its new rows alone, and each other row says whose result it has."""
-    stage = Stage(tmp_path, f'[database]\nurl = "{databases.url(tmp_path)}"', {})
+    stage = Stage(tmp_path, settings, {})
     check_reuse(stage.run("first", range(50)), stage)
 
 
