@@ -279,7 +279,7 @@ class _Reply:
     def send_at_once(self, response: Response, *, is_tracked: bool = False) -> bool:
         """Send a reply that is whole in memory, with one write. False: nothing is sent, it goes through ASGI.
 
-        Args: is_tracked: somebody wants to know whether it is delivered.
+        Args: is_tracked: a caller asks whether it is delivered.
         """
         cycle, connection = self._cycle, self.connection
         if cycle is None or connection is None or type(response) is not Response or response.background is not None:

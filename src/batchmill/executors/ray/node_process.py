@@ -85,7 +85,7 @@ def on_first_sigterm(leave: Callable[[], None]) -> None:
 def end_with_this_thread() -> None:
     """End this process as `sys.exit` ends any other, if what runs in this thread calls it.
 
-    The thread has Ray's event loop. Without this it would end alone, without a word, and whoever waits for the actor
+    The thread has Ray's event loop. Without this it would end alone, without a word, and what waits for the actor
     would wait for ever.
     """
     thread, others = threading.current_thread(), threading.excepthook
