@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -167,13 +168,9 @@ def test_cancelling_keeps_what_is_finished(client, server):
     rows = [row(f"r{n}", "x") for n in range(5)] + [row(f"g{n}", "gate-cancel", "gated") for n in range(5000)]
     batch = submit(client, rows)
     until(lambda: client.batches.retrieve(batch.id), lambda found: found.request_counts.completed == 5)
-    cancelling = client.batches.cancel(batch.id)
-    assert cancelling.status in ("cancelling", "cancelled")
-    assert (
-        client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-        if cancelling.status == "cancelling"
-        else True
-    )
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    with contextlib.suppress(openai.ConflictError):  # it may have ended meanwhile
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     (server.folder / "gate-cancel").touch()
     done = ended(client, batch)
     assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at and done.request_counts

@@ -72,7 +72,7 @@ def unannounced(db: sa.Connection, limit: int) -> list[EndedJob]:
             columns.spec,
         )  # fmt: skip
         .where(columns.announced <= columns.generation, columns.state.in_(ENDED))
-        .order_by(columns.finished)
+        .order_by(columns.finished, columns.id)
         .limit(limit)
     )
     return [_ended_job(row) for row in db.execute(query)]
