@@ -353,8 +353,8 @@ async def test_a_shard_that_was_given_on_stays_with_its_new_worker(stage, monkey
     workers = await stage.executor.next(), await stage.executor.next()
     granted = [await grant(worker) for worker in workers]
     log = stage.commit_log
-    leasing, adopting = Gate(log.write, log.ledger.lease_each), Gate(log.call, outcome_map.adopt)
-    monkeypatch.setattr(log, "write", leasing)
+    leasing, adopting = Gate(log.write_short, log.ledger.lease_each), Gate(log.call, outcome_map.adopt)
+    monkeypatch.setattr(log, "write_short", leasing)
     monkeypatch.setattr(log, "call", adopting)
     workers[0].say(RequestRows("job"))
     first = await leasing.next()
@@ -380,8 +380,8 @@ async def test_a_shard_that_ends_while_it_is_leased_is_not_granted(stage, monkey
     stage.begin("job")
     worker = await stage.executor.next()
     first = await grant(worker)
-    leasing = Gate(stage.commit_log.write, stage.commit_log.ledger.lease_each)
-    monkeypatch.setattr(stage.commit_log, "write", leasing)
+    leasing = Gate(stage.commit_log.write_short, stage.commit_log.ledger.lease_each)
+    monkeypatch.setattr(stage.commit_log, "write_short", leasing)
     worker.say(LeaseReleased(first.lease))
     worker.say(RequestRows("job"))
     lease = await leasing.next()

@@ -18,7 +18,7 @@ async def test_an_owner_whose_term_is_over_grants_nothing_from_memory(left_s, le
         return ["new"]
 
     database = SimpleNamespace(owned_s=lambda: left_s)
-    commit_log = SimpleNamespace(ledger=SimpleNamespace(database=database, lease_each=None), write=write)
+    commit_log = SimpleNamespace(ledger=SimpleNamespace(database=database, lease_each=None), write_short=write)
     run = SimpleNamespace(spec=SimpleNamespace(id="job_1"), generation=0, take_first_lease=lambda _: "first")
     match = Match(None, SimpleNamespace(run=run), Shard(0, 0, 5, 0))
     assert await lease(commit_log, [match]) == [leased]

@@ -35,7 +35,11 @@ def unanswered(room: FileRoom, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
         await write(function, *args)
         raise DatabaseUnavailable("no answer")
 
-    return lambda: monkeypatch.setattr(room.database, "write", lose)
+    def lose_all() -> None:
+        monkeypatch.setattr(room.database, "write", lose)
+        monkeypatch.setattr(room.database, "write_short", lose)
+
+    return lose_all
 
 
 async def test_a_replaced_owner_sweeps_nothing(room: FileRoom):

@@ -12,9 +12,11 @@ from file_room import JOB, FileRoom
 
 from batchmill.errors import Gone, UnknownName
 from batchmill.jobs.ledger import records as job_records
+from batchmill.services.files.files import FileService
 from batchmill.services.files.job_results import result_id
 from batchmill.states import JobState
 from batchmill.store.removals import Removal
+from batchmill.store.sql.transactions import note_change
 
 
 @pytest.fixture
@@ -133,25 +135,30 @@ async def test_expired_results_are_swept_with_their_copies(room):
     assert room.left() == [] and not os.path.exists(view.output)
 
 
+def _end(db: sa.Connection, files: FileService, record) -> None:
+    """What the transaction does that ends a job."""
+    note_change(db, record["id"], record)
+    files.store_end(db, record)
+
+
 async def test_results_are_stored_with_the_end_of_their_job(room):
     """The transaction that ends a job stores its results as files; one that fails leaves nothing of them."""
     view = await room.ended_job()
     record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
 
     def fail(db: sa.Connection) -> None:
-        room.files.store_end(db, record)
+        _end(db, room.files, record)
         raise RuntimeError("the job does not end so")
 
     with pytest.raises(RuntimeError):
         await room.database.write(fail)
     assert await room.files.list("one") == ([], False)
-    await room.database.write(room.files.store_end, record)
+    assert room.files.arrivals.ids == set()
+    await room.database.write(_end, room.files, record)
     listed, _ = await room.files.list("one")
     assert len(listed) == 2
-    results = await room.files.adopt_results(view)  # nobody has said yet that it is committed
+    assert room.files.adopted_lately(view) == (results := await room.files.adopt_results(view))
     assert sorted(each.id for each in results) == sorted(each.id for each in listed)
-    room.files.ended(JOB)
-    assert await room.files.adopt_results(view) == results
     await room.files.delete("one", results[0].id, "ada")
     assert isinstance((await room.files.adopt_results(view))[0], Removal)
 
@@ -175,8 +182,7 @@ async def test_results_of_many_jobs_that_have_ended(room):
     written in smaller pieces with every job."""
     await room.ended_job()
     record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1, "errors_output": None}
-    await room.database.write(room.files.store_end, record)
-    room.files.ended(JOB)
+    await room.database.write(_end, room.files, record)
     assert room.files.arrivals.ids == set()
 
 
@@ -203,9 +209,8 @@ async def test_a_result_that_is_deleted_as_its_job_ends(room):
     """It is committed and listed before its job's runner says so: whoever deletes it then has deleted it."""
     view = await room.ended_job()
     record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
-    await room.database.write(room.files.store_end, record)
+    await room.database.write(_end, room.files, record)
     listed, _ = await room.files.list("one")
     for each in listed:
         await room.files.delete("one", each.id, "ada")
-    room.files.ended(JOB)
     assert all(isinstance(each, Removal) for each in await room.files.adopt_results(view))

@@ -240,10 +240,10 @@ async def test_after_an_error_newer_bytes_stay(tmp_path, database, monkeypatch):
         log._is_uncertain = True
         sync, others = log._sync, [b"after"]
 
-        def sync_after_another_write(found) -> None:
+        def sync_after_another_write(*found) -> None:
             if others:
                 asyncio.run_coroutine_threadsafe(database.write(log.write, path, others.pop()), loop).result(30)
-            sync(found)
+            sync(*found)
 
         monkeypatch.setattr(log, "_sync", sync_after_another_write)
         await log.sync()

@@ -11,8 +11,8 @@ from fakes.databases import POSTGRESQL, SQLITE, databases
 
 from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken, TermOver
 from batchmill.owner_clock import check_left
+from batchmill.store.sql.shared_transactions import SHARED_MAX
 from batchmill.store.sql.tables import schema
-from batchmill.store.sql.transactions import SHARED_MAX
 
 
 def _add(db, version):

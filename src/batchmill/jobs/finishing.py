@@ -21,10 +21,7 @@ class EndListener(Protocol):
     """Stores something of its own with the end of a short job."""
 
     def store_end(self, db: sa.Connection, record: Record) -> None:
-        """Within the transaction, which may be repeated or fail. In the thread that writes the database."""
-
-    def ended(self, job_id: str) -> None:
-        """The transaction has been committed. On the event loop."""
+        """Within the transaction, which may be repeated or fail, and notes that the job's record has changed."""
 
 
 class Finish:

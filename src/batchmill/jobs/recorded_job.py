@@ -48,7 +48,7 @@ from batchmill.part_files import HeldFile
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
 from batchmill.store.sql.transactions import Record
-from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard
+from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard, Submitted
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import TableForm
@@ -64,6 +64,19 @@ class Entry(Struct, frozen=True, eq=False):
     once: Once | None
     quota: int | None  # as of `records.enter`
     known: asyncio.Future[str | None]  # None: the job is stored; else the id of the job that the order is already
+    answer: asyncio.Future[Submitted]  # for who submitted it, who need not wait for what follows from `known`
+
+    def resolve(self, job_id: str, known: str | None) -> None:
+        """Say what became of the job. Who waits may have been cancelled, as the owner ends or a client leaves."""
+        if not self.known.done():
+            self.known.set_result(known)
+        if not self.answer.done():
+            self.answer.set_result(answer_of(job_id, known))
+
+
+def answer_of(job_id: str, known: str | None) -> Submitted:
+    """What is said of an order for this job. Args: known: as of `Entry`."""
+    return Submitted(job_id, "started") if known is None else Submitted(known, "repeated")
 
 
 class RecordedJob:
@@ -116,8 +129,9 @@ class RecordedJob:
             await self._enter(state, **fields)
             return
         move = partial(self._ledger.move, spent_s=self._unspent_s)
+        write = self._commit_log.write if self._counted is None else self._commit_log.write_short
         try:
-            await self._commit_log.write(move, self.spec.id, state, **fields)
+            await write(move, self.spec.id, state, **fields)
         except StorageFull:
             if state not in (JobState.PAUSED, JobState.FAILED):
                 raise
@@ -131,8 +145,9 @@ class RecordedJob:
             return
         entry, self._entry = self._entry, None
         job = NewJob(self.spec, entry.once, entry.quota, self._clock.now())
+        write = self._commit_log.write_short if "packed" in fields else self._commit_log.write  # else it is not short
         try:
-            known = await self._commit_log.write(partial(self._ledger.enter, job, state, **fields))
+            known = await write(partial(self._ledger.enter, job, state, **fields))
         except asyncio.CancelledError:
             entry.known.cancel()
             raise
@@ -141,8 +156,7 @@ class RecordedJob:
                 entry.known.set_exception(error)
             raise NotStored from error
         faults.point("after_create")
-        if not entry.known.done():  # who waits for it may have been cancelled as the owner ends
-            entry.known.set_result(known)
+        entry.resolve(self.spec.id, known)
         if known is not None:
             raise NotStored
         self._state = state
@@ -337,8 +351,6 @@ class RecordedJob:
     def _enter_ended(self) -> None:
         """The job was stored as ended with its last commit."""
         self._state, self._unspent_s = JobState.COMPLETED, 0.0
-        for listener in self._tools.end_listeners:
-            listener.ended(self.spec.id)
 
     def _new_run(self, plan: PlanReader, generation: int, **more: Any) -> JobRun:
         return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, **more)

@@ -17,7 +17,7 @@ from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import JobFiles, read_spec, result_exists
 from batchmill.jobs.maintenance import JobDeadlines
-from batchmill.jobs.recorded_job import Entry
+from batchmill.jobs.recorded_job import Entry, answer_of
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.part_files import full_disk_named
@@ -26,40 +26,54 @@ from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
 
+Answer = asyncio.Future[Submitted]
+
 
 class Submissions:
     def __init__(self, space: JobSpace, tools: RunnerTools, active: ActiveJobs, deadlines: JobDeadlines) -> None:
         self._space, self._tools, self._active, self._deadlines = space, tools, active, deadlines
         self._samples, self._clock = Samples(tools), tools.clock
         self._database, self._read = tools.database, tools.database.read
-        self._running: set[asyncio.Task[Submitted]] = set()
+        self._running: set[asyncio.Task[None]] = set()
 
     async def submit(self, order: JobOrder) -> Submitted:
         """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled: the caller
         waits for that, because it holds the files that are read meanwhile.
         """
-        task = asyncio.create_task(self._submit(settled(order, self._space.projects)))
+        answer: Answer = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._answer(settled(order, self._space.projects), answer))
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._running.discard)
         try:
-            return await asyncio.shield(task)
+            return await answer
         except asyncio.CancelledError:
             await asyncio.wait({task})
             raise
 
-    def _ended(self, task: asyncio.Task[Submitted]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller gets it, if it still waits
+    async def _answer(self, order: JobOrder, answer: Answer) -> None:
+        """Submit an order. What becomes of it is the `answer`, unless its caller waits no more."""
+        try:
+            submitted = await self._submit(order, answer)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        except BaseException as error:
+            if answer.done():
+                return
+            answer.set_exception(error)
+        else:
+            if not answer.done():
+                answer.set_result(submitted)
 
-    async def _submit(self, order: JobOrder) -> Submitted:
+    async def _submit(self, order: JobOrder, answer: Answer) -> Submitted:
+        """Args: answer: may be given as soon as it is known."""
         once = order.once
         if once is None:
-            submitted = await self._match_or_create(order)
+            submitted = await self._match_or_create(order, answer)
         elif order.origin is not None:  # a repeated one is found in the transaction that would create the job
             async with self._active.lock(once.key):
                 try:
-                    submitted = await self._match_or_create(order)
+                    submitted = await self._match_or_create(order, answer)
                 except (InvalidInput, OverQuota):  # which says nothing against one that is a job already
                     if (known := await self._known(once)) is None:
                         raise
@@ -67,7 +81,8 @@ class Submissions:
         else:
             async with self._active.lock(once.key):
                 known = await self._known(once)
-                submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
+                is_new = known is None
+                submitted = await self._match_or_create(order, answer) if is_new else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.added(order.policy.deadline)
         return submitted
@@ -75,9 +90,11 @@ class Submissions:
     async def _known(self, once: Once) -> str | None:
         return await job_records.known(self._database, once, self._clock.now())
 
-    async def _match_or_create(self, order: JobOrder) -> Submitted:
+    async def _match_or_create(self, order: JobOrder, answer: Answer) -> Submitted:
         if order.origin is not None:  # over a server's API: always another job
             spec = await self._describe(order)
+            if spec.is_small:
+                return await self._create_small(spec, order.once, answer)
             if spec.output is None:
                 return await self._create(spec, order.once)
             async with self._active.lock(f"outputs of {spec.project}"):
@@ -98,10 +115,7 @@ class Submissions:
 
     async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
-        if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
-            await disk_quota.check(spec.project)
-        if spec.is_small:
-            return await self._create_small(spec, once)
+        await self._check_disk(spec)
         files = self._tools.scratch.files(spec)
         try:
             with full_disk_named(files.home):
@@ -124,15 +138,19 @@ class Submissions:
         self._active.start(self._active.runner(spec, JobState.VALIDATING))
         return Submitted(spec.id, "started")
 
-    async def _create_small(self, spec: JobSpec, once: Once | None) -> Submitted:
+    async def _check_disk(self, spec: JobSpec) -> None:
+        if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
+            await disk_quota.check(spec.project)
+
+    async def _create_small(self, spec: JobSpec, once: Once | None, answer: Answer) -> Submitted:
         """Create a small job, which has no folder. Its runner stores it: most often sealed, planned and running."""
+        await self._check_disk(spec)
         faults.point("after_describe")
-        entry = Entry(once, self._tools.quota_of(spec), asyncio.get_running_loop().create_future())
+        entry = Entry(once, self._tools.quota_of(spec), asyncio.get_running_loop().create_future(), answer)
         runner = self._active.start(self._active.runner(spec, JobState.VALIDATING, entry))
         assert runner.task is not None, "it has been started"
         runner.task.add_done_callback(lambda _: entry.known.cancel())
-        known = await entry.known
-        return Submitted(spec.id, "started") if known is None else Submitted(known, "repeated")
+        return answer_of(spec.id, await entry.known)
 
     async def _forget(self, spec: JobSpec, files: JobFiles) -> None:
         """Remove what a job has written that was not stored."""

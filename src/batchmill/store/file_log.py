@@ -36,10 +36,15 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 # Links come last: what they link to is on the disk by then.
 _ORDER = logged_files.c.source.is_not(None), logged_files.c.path
-_NEXT = sa.select(logged_files.c.path, logged_files.c.number).order_by(*_ORDER).limit(BATCH_MAX)
+_NEXT = sa.select(logged_files.c.path, logged_files.c.number, logged_files.c.source).order_by(*_ORDER).limit(BATCH_MAX)
 _WHOLE = sa.select(logged_files).where(logged_files.c.path.in_(sa.bindparam("paths", expanding=True))).order_by(*_ORDER)
 _OF_PATH = logged_files.c.path == sa.bindparam("of_path")
-_FORGET = CompiledStatement(logged_files.delete().where(_OF_PATH, logged_files.c.number == sa.bindparam("of_number")))
+_FORGET = CompiledStatement(
+    logged_files.delete().where(
+        logged_files.c.path.in_(sa.bindparam("paths", expanding=True)),
+        logged_files.c.number <= sa.bindparam("newest"),
+    )
+)
 _FORGET_ANY = CompiledStatement(logged_files.delete().where(_OF_PATH))
 
 
@@ -48,6 +53,7 @@ class _Logged(Struct, frozen=True):
 
     path: str
     number: int
+    source: str | None
 
 
 class FileLog:
@@ -147,6 +153,7 @@ class FileLog:
             await self._sync_all()
 
     async def _sync_all(self) -> None:
+        synced: set[str] = set()  # a link to one of these is the same file
         while self._has_some:
             try:
                 if not (found := await self._database.write(self._next)):
@@ -154,7 +161,7 @@ class FileLog:
                     return
                 if self._is_uncertain:
                     await self._database.write(self._restore_all, found)
-                await asyncio.to_thread(self._sync, found)
+                await asyncio.to_thread(self._sync, found, synced)
                 faults.point("after_files_synced")
                 await self._database.write(_forget, found)
             except BaseException:
@@ -164,17 +171,19 @@ class FileLog:
 
     def _next(self, db: sa.Connection) -> list[_Logged]:
         """Files to be synced. In the thread that writes them: none is missed."""
-        found = [_Logged(each.path, each.number) for each in db.execute(_NEXT)]
+        found = [_Logged(each.path, each.number, each.source) for each in db.execute(_NEXT)]
         self._has_some = len(found) == BATCH_MAX
         self._number = max([self._number, *(each.number for each in found)])
         return found
 
-    def _sync(self, found: Sequence[_Logged]) -> None:
+    def _sync(self, found: Sequence[_Logged], synced: set[str]) -> None:
         folders: set[str] = set()
         for each in found:  # thousands a minute: joining a Path takes longer than most of these
             path = f"{self._home}/{each.path}"
             with contextlib.suppress(FileNotFoundError):  # it has been removed
-                _fsync(path)
+                if each.source not in synced:
+                    _fsync(path)
+                    synced.add(each.path)
                 folders.add(path.rpartition("/")[0])
         for folder in folders:
             sync_folder(Path(folder))
@@ -205,7 +214,8 @@ class FileLog:
 
 def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
     """Forget files, but for those that were written again meanwhile."""
-    _FORGET.run_all(db, [{"of_path": each.path, "of_number": each.number} for each in found])
+    newest = max(each.number for each in found)  # all numbers of what was not written again are below it
+    _FORGET.run(db, {"paths": [each.path for each in found], "newest": newest})
 
 
 def _create(path: Path, data: bytes) -> None:

@@ -25,6 +25,7 @@ BATCH_MAX = 256
 # Workers commit only rows that they were granted, so the line is short unless the disk is slower than they are: then
 # the reader of a worker's messages waits here, and so does the worker.
 QUEUE_MAX = 1024
+SHORT_MAX = 8  # commits, or leases, of a transaction that counts as short
 REFUSED_MAX = 10_000  # leases with a commit that could not be counted; their jobs pause, so they are few
 
 P = ParamSpec("P")
@@ -75,6 +76,10 @@ class CommitLog:
         Raises: as `call`.
         """
         return await self.ledger.database.write(lambda _: function(*args, **kwargs))
+
+    async def write_short(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `write`, for what `Database.write_short` takes."""
+        return await self.ledger.database.write_short(lambda _: function(*args, **kwargs))
 
     async def move(self, job_id: str, state: JobState, **fields: object) -> None:
         """As `Ledger.move`."""
@@ -147,7 +152,8 @@ class CommitLog:
         began = time.perf_counter()
         try:
             ends = {index: entry.end for index, entry in enumerate(entries) if entry.end is not None}
-            verdicts = await self.write(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries], ends)
+            write = self.write_short if len(entries) <= SHORT_MAX else self.write
+            verdicts = await write(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries], ends)
         except Exception as error:  # a bug over one commit must not end the line for all jobs
             if len(entries) > 1 and not isinstance(error, DatabaseUnavailable):
                 for entry in entries:

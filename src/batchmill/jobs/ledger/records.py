@@ -231,7 +231,9 @@ async def known(database: Database, once: Once, now: float) -> str | None:
     found = await database.read(standing, once, now)
     if found is None or not once.blind:
         return found
-    return await database.write(standing, once, now)  # behind the note of a reply, which may be on its way to the disk
+    return await database.write_short(
+        standing, once, now
+    )  # behind the note of a reply, which may be on its way to the disk
 
 
 def standing(db: sa.Connection, once: Once, now: float) -> str | None:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import BatchmillError
-from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.commits import SHORT_MAX, CommitLog
 from batchmill.jobs.ledger.ledger import LeasedShard
 from batchmill.jobs.pools.pool_worker import Claim, PoolWorker
 from batchmill.types import Shard
@@ -37,7 +37,8 @@ async def _lease_now(commit_log: CommitLog, matches: Sequence[Match]) -> list[Le
     """Lease in one transaction; if that fails, in one for each shard, so that one job's error stays its own."""
     shards = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
     try:
-        leased = await commit_log.write(commit_log.ledger.lease_each, shards)
+        write = commit_log.write_short if len(shards) <= SHORT_MAX else commit_log.write
+        leased = await write(commit_log.ledger.lease_each, shards)
         faults.point("after_lease")
         return list(leased)
     except BatchmillError as error:

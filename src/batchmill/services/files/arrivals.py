@@ -15,7 +15,7 @@ class Arrivals:
     The id of a result is always the same. So a result may arrive under the name of what is just being removed: it waits
     for that.
 
-    Concurrency: `begin` and `end` are called on the event loop, and in the thread that writes the database.
+    Concurrency: `begin` and `end` are called on the event loop, and in the one that runs or ends a transaction.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.tables import files
-from batchmill.store.sql.transactions import Record
+from batchmill.store.sql.transactions import Changes, Record
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
@@ -111,7 +111,8 @@ class FileService:
         self._deleting: set[str] = set()
         self._sweeping = asyncio.Lock()
         self._adopting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by job
-        self._ending: dict[str, AdoptedResults] = {}  # with the end of their jobs, which is not committed yet
+        self._ending: dict[str, AdoptedResults] = {}  # by a transaction that has not ended yet
+        database.writer.listen(self._changed)
         self._adopted_lately: OrderedDict[str, AdoptedResults] = OrderedDict()  # by job: most are polled at once
         self._swept_orphans = False
         (self.home / ARRIVING).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -160,7 +161,7 @@ class FileService:
         try:
             await self.stored.publish(path)
             with full_disk():
-                await self._database.write(insert)
+                await (self._database.write if data is None else self._database.write_short)(insert)
             self._uploaded[record.id] = record
             if len(self._uploaded) > UPLOADED_MAX:
                 self._uploaded.popitem(last=False)
@@ -288,22 +289,18 @@ class FileService:
         for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
             _insert_result(db, result)
         faults.point("in_adoption")
-        if len(self._ending) > UPLOADED_MAX:  # of transactions that failed
-            for failed in list(self._ending):
-                self._end_arrival(self._ending.pop(failed, None))
         self._ending[view.id] = AdoptedResults(view.generation, view.state, files_of_job.chosen(results))
 
-    def ended(self, job_id: str) -> None:
-        """What `store_end` has stored is committed."""
-        if (adopted := self._end_arrival(self._ending.pop(job_id, None))) is not None:
-            self._adopted_lately[job_id] = adopted
-            if len(self._adopted_lately) > UPLOADED_MAX:
-                self._adopted_lately.popitem(last=False)
-
-    def _end_arrival(self, adopted: AdoptedResults | None) -> AdoptedResults | None:
-        if adopted is not None:
+    def _changed(self, changes: Changes) -> None:
+        """A transaction has ended: what `store_end` has stored is committed, or need not be."""
+        for job_id, record in changes.items():
+            if (adopted := self._ending.pop(job_id, None)) is None:
+                continue
             self.arrivals.end(each.id for each in adopted.results if each is not None)
-        return adopted
+            if record is not None:
+                self._adopted_lately[job_id] = adopted
+                if len(self._adopted_lately) > UPLOADED_MAX:
+                    self._adopted_lately.popitem(last=False)
 
     async def _adopt_logged(self, view: JobView, files_of_job: ResultFiles, log: FileLog) -> dict[str, Result]:
         """As `_adopt` for all files of a job, in one transaction: the log makes the links durable."""
@@ -322,7 +319,7 @@ class FileService:
         await self.arrivals.begin_soon(files_of_job.ids)
         try:
             with full_disk():
-                return await self._database.write(adopt)
+                return await self._database.write_short(adopt)
         finally:
             self.arrivals.end(files_of_job.ids)
 
@@ -392,9 +389,8 @@ class FileService:
             if record.job is not None:
                 await self._remove_copies(record)
             self._uploaded.pop(record.id, None)
-            self._adopted_lately.pop(record.job or "", None)
-            self._end_arrival(self._ending.pop(record.job or "", None))
             await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
+            self._adopted_lately.pop(record.job or "", None)
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
             await self.stored.remove(self.path(record))

@@ -5,7 +5,6 @@ A file (`sqlite.py`) or a PostgreSQL database (`postgres.py`); everything else s
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,10 @@ from batchmill.store.sql import tables as connector_tables
 from batchmill.store.sql import tables as dataset_tables
 from batchmill.store.sql import tables as llm_tables
 from batchmill.store.sql import tables as service_tables
+from batchmill.store.sql.loop_transactions import LoopTransactions
+from batchmill.store.sql.shared_transactions import SharedTransactions
 from batchmill.store.sql.sqlite import SqliteBackend
-from batchmill.store.sql.transactions import JoiningTransactions, SharedTransactions, Transactions
+from batchmill.store.sql.transactions import JoiningTransactions, Transactions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +35,13 @@ class Backend(Protocol):
 
     @property
     def writer(self) -> Transactions: ...
+
+    @property
+    def at_once(self) -> Transactions | None:
+        """As `writer`, but begins a transaction only where nothing has to be waited for, and raises otherwise; so its
+        statements may run on the event loop. None: they may not.
+        """
+        ...
 
     @property
     def reader(self) -> sa.Engine: ...
@@ -75,7 +83,11 @@ class Database:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         readers = self._backend.reader_threads
         self._reading = ThreadPoolExecutor(readers, thread_name_prefix="database-read")
-        self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
+        self._writes: SharedTransactions
+        if (at_once := self._backend.at_once) is None:
+            self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
+        else:
+            self._writes = LoopTransactions(self.writer, at_once, self._translated, self._writing)
         self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading, readers, only_read=True)
         self._closed = False
 
@@ -87,11 +99,20 @@ class Database:
         self._refuse_closed()
         return await self._writes.call(lambda db: function(db, *args, **kwargs))
 
+    async def write_short(
+        self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `write`, for a function of few statements on few rows, each found by an index, and of short files. That of
+        a database in a file may run on the event loop.
+        """
+        self._refuse_closed()
+        return await self._writes.call(lambda db: function(db, *args, **kwargs), is_short=True)
+
     def write_soon(
         self, function: Callable[Concatenate[sa.Connection, P], object], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """As `write` for what nobody waits for: with the next transaction, or within `DEFERRED_S`. Every later `write`
-        sees it. A kill may lose it; an error is logged.
+        """As `write_short` for what nobody waits for: with the next transaction, or within `DEFERRED_S`. Later writes
+        see it. A kill may lose it; an error is logged.
         """
         self._refuse_closed()
         self._writes.defer(lambda db: function(db, *args, **kwargs))
@@ -106,15 +127,13 @@ class Database:
 
         Where its connection is lost, the function is called again: each of its transactions can be repeated.
         """
-        return await self._run(self._writing, lambda: function(*args, **kwargs))
+        self._refuse_closed()
+        return await self._writes.run(lambda: function(*args, **kwargs))
 
     async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a reading function on `reader`, in a reader thread."""
-        return await self._run(self._reading, lambda: function(*args, **kwargs))
-
-    async def _run(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         self._refuse_closed()
-        return await asyncio.get_running_loop().run_in_executor(thread, self._translated, call)
+        return await self._reads.run(lambda: function(*args, **kwargs))
 
     def _translated(self, call: Callable[[], T]) -> T:
         try:

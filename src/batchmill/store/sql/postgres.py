@@ -117,7 +117,7 @@ class PostgresBackend:
         self.reader = create_engine(url, isolation_level="REPEATABLE READ", pool_size=READERS, max_overflow=0)
         sa.event.listen(self.reader, "connect", _make_read_only)
         sa.event.listen(self.reader, "handle_error", self._refuse_write)
-        self.writer = PostgresWriter(self._engine)
+        self.writer, self.at_once = PostgresWriter(self._engine), None  # each statement waits for the server
         self._silence = owner_row.Silence(clock)
         self._closing = threading.Event()
         self._losing = threading.local()  # .since, monotonic: since when no attempt of this thread has succeeded

@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOP
 
 
 PROBE_BYTES = 64 * 1024
+BUSY_MS = 5000  # how long another process that writes is waited for
 
 
 class SqliteBackend:
@@ -43,6 +45,7 @@ class SqliteBackend:
             raise to_storage_error(error) or failure from None
         self._folder = path.parent
         self.writer = SqliteWriter(_open(path, "BEGIN IMMEDIATE"))
+        self.at_once = AtOnce(self.writer)
         try:
             with self.writer.begin() as db:
                 schema.prepare(db)
@@ -96,16 +99,24 @@ class SqliteWriter:
         self._turn = threading.Lock()
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[sa.Connection]:
-        """A transaction. After an error the pool takes the connection back, and clears what is left of it."""
-        with self._turn:
+    def begin(self, *, waits: bool = True) -> Iterator[sa.Connection]:
+        """A transaction, which may be left in another thread. After an error the pool takes the connection back, and
+        clears what is left of it.
+
+        Args: waits: until this thread, and another process, may write. Raises otherwise: Busy, sa.exc.DatabaseError.
+        """
+        if not self._turn.acquire(blocking=waits):
+            raise Busy("another thread writes")
+        try:
             db = self._kept = self._kept or self._engine.connect()
             try:
-                with db.begin():
+                with db.begin() if waits else _begin_at_once(db):
                     yield db
             except BaseException:
                 self._release()
                 raise
+        finally:
+            self._turn.release()
 
     def _release(self) -> None:
         kept, self._kept = self._kept, None
@@ -119,13 +130,37 @@ class SqliteWriter:
         self._engine.dispose()
 
 
+class AtOnce:
+    """Begins the transactions of a writer where it can without waiting. Raises: Busy, sa.exc.DatabaseError."""
+
+    def __init__(self, writer: SqliteWriter) -> None:
+        self._writer = writer
+
+    def begin(self) -> AbstractContextManager[sa.Connection]:
+        """As `SqliteWriter.begin`."""
+        return self._writer.begin(waits=False)
+
+
+class Busy(Exception):
+    """A transaction cannot begin now."""
+
+
+def _begin_at_once(db: sa.Connection) -> sa.RootTransaction:
+    """Begin a transaction unless another process writes, such as a person's shell."""
+    _execute(db, "PRAGMA busy_timeout=0")
+    try:
+        return db.begin()
+    finally:
+        _execute(db, f"PRAGMA busy_timeout={BUSY_MS}")
+
+
 def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
-    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 5.0})
+    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False})
 
     def configure(connection: sqlite3.Connection, _: Any) -> None:
         connection.isolation_level = None  # `begin` below starts transactions
         connection.executescript(
-            "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA busy_timeout=5000; PRAGMA foreign_keys=ON;"
+            f"PRAGMA busy_timeout={BUSY_MS}; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
             "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
         )
         if pragma:

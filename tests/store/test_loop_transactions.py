@@ -1,0 +1,241 @@
+"""Short writes of a database in a file: the event loop runs their statements, and a thread commits."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from batchmill.errors import InvalidTransition, LedgerBroken
+from batchmill.store.sql import loop_transactions
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import schema
+from batchmill.store.sql.transactions import note_change
+
+Write = Callable[[sa.Connection], object]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(tmp_path / "a.db")
+    yield database
+    database.close()
+
+
+class Writer:
+    """Adds a row, and notes in which thread."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def __call__(self, db: sa.Connection, version: int) -> int:
+        self.threads.append(threading.current_thread().name)
+        db.execute(schema.insert().values(version=version))
+        return version
+
+
+@pytest.fixture
+def add() -> Writer:
+    return Writer()
+
+
+def stored(db: sa.Connection) -> list[int]:
+    return list(db.execute(sa.select(schema.c.version).where(schema.c.version >= 1000).order_by("version")).scalars())
+
+
+def is_on_loop(thread: str) -> bool:
+    return thread == threading.current_thread().name
+
+
+async def test_short_writes_share_a_transaction_on_the_loop(database, add):
+    told: list[tuple[str, int]] = []
+    database.writer.listen(lambda changes: told.append((threading.current_thread().name, len(changes))))
+
+    def noted(db: sa.Connection, version: int) -> int:
+        note_change(db, f"job_{version}")
+        return add(db, version)
+
+    assert await asyncio.gather(*(database.write_short(noted, 1000 + n) for n in range(3))) == [1000, 1001, 1002]
+    assert all(map(is_on_loop, add.threads)) and len(add.threads) == 3
+    assert [count for _, count in told] == [3] and not is_on_loop(told[0][0])
+    assert await database.read(stored) == [1000, 1001, 1002]
+
+
+async def test_nobody_learns_of_a_write_before_it_is_committed(database, add):
+    commits, goes_on = threading.Event(), threading.Event()
+
+    def wait(_: sa.Connection) -> None:
+        commits.set()
+        goes_on.wait(30)
+
+    sa.event.listen(database.writer.own._engine, "commit", wait)
+    write = asyncio.create_task(database.write_short(add, 1000))
+    await asyncio.to_thread(commits.wait, 30)  # in the thread, while the loop goes on
+    assert len(add.threads) == 1 and not write.done() and await database.read(stored) == []
+    goes_on.set()
+    await write
+    assert await database.read(stored) == [1000]
+
+
+async def test_writes_keep_their_order(database, add):
+    """Long ones run in the thread, with the short ones that wait behind them."""
+    seen: list[list[int]] = []
+
+    def look(db: sa.Connection, version: int) -> None:
+        seen.append(stored(db))
+        add(db, version)
+
+    order = [database.write_short, database.write, database.write_short, database.write]
+    await asyncio.gather(*(write(look, 1000 + n) for n, write in enumerate(order)))
+    assert [len(each) for each in seen] == [0, 1, 2, 3]
+    assert [is_on_loop(thread) for thread in add.threads] == [True, False, False, False]
+
+
+async def test_a_short_write_that_fails_is_undone_alone(database, add):
+    def refuse(db: sa.Connection) -> None:
+        add(db, 1999)
+        raise InvalidTransition("refused")
+
+    first, refused, last = await asyncio.gather(
+        database.write_short(add, 1000), database.write_short(refuse), database.write_short(add, 1001),
+        return_exceptions=True,
+    )  # fmt: skip
+    assert (first, last) == (1000, 1001) and isinstance(refused, InvalidTransition)
+    assert await database.read(stored) == [1000, 1001]
+    assert await database.write_short(add, 1002) == 1002 and is_on_loop(add.threads[-1])
+
+
+async def test_a_commit_that_fails_is_nobodys_result(database, add):
+    """All calls run again, and who is to blame learns it."""
+    rollbacks = []
+
+    def end(db: sa.Connection) -> None:
+        rollbacks.append(1)
+        db.connection.driver_connection.rollback()  # as SQLite does of a full disk
+
+    first, ended = await asyncio.gather(
+        database.write_short(add, 1000), database.write_short(end), return_exceptions=True
+    )
+    assert first == 1000 and isinstance(ended, LedgerBroken) and len(rollbacks) > 1
+    assert await database.read(stored) == [1000]
+
+
+async def test_a_short_write_beside_work_in_the_thread(database, add):
+    """It waits for what begins transactions of its own, and holds up none."""
+    release = threading.Event()
+
+    def work() -> None:
+        release.wait(30)
+        with database.writer.begin() as db:
+            add(db, 1000)
+
+    other = asyncio.create_task(database.call(work))
+    await asyncio.sleep(0)
+    short = asyncio.create_task(database.write_short(add, 1001))
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(other, short)
+    assert not any(map(is_on_loop, add.threads))
+    assert await database.read(stored) == [1000, 1001]
+    assert await database.write_short(add, 1002) == 1002 and is_on_loop(add.threads[-1])
+
+
+async def test_the_loop_waits_for_no_other_process(database, add, tmp_path):
+    """Such as a person's shell that holds the database's lock."""
+    shell = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+    shell.execute("BEGIN IMMEDIATE")
+    write = asyncio.create_task(database.write_short(add, 1000))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not write.done() and add.threads == []
+    shell.execute("ROLLBACK")
+    shell.close()
+    assert await write == 1000 and not is_on_loop(add.threads[0])
+
+
+async def test_a_slow_disk_is_waited_for_in_the_thread(database, add, monkeypatch):
+    monkeypatch.setattr(loop_transactions, "SLOW_S", -1.0)
+    await database.write_short(add, 1000)
+    await database.write_short(add, 1001)
+    assert [is_on_loop(thread) for thread in add.threads] == [True, False]
+
+
+async def test_the_loop_is_held_for_a_short_time(database, add, monkeypatch):
+    """What is left then gets the next transaction."""
+    monkeypatch.setattr(loop_transactions, "ON_LOOP_S", -1.0)
+    notes: list[int] = []
+    database.writer.listen(lambda changes: notes.append(len(changes)))
+
+    def noted(db: sa.Connection, version: int) -> int:
+        note_change(db, f"job_{version}")
+        return add(db, version)
+
+    await asyncio.gather(*(database.write_short(noted, 1000 + n) for n in range(3)))
+    assert notes == [1, 1, 1] and all(map(is_on_loop, add.threads))
+
+
+async def test_a_caller_that_is_cancelled_before_its_turn(database, add):
+    write = asyncio.create_task(database.write_short(add, 1000))
+    await asyncio.sleep(0)
+    write.cancel()
+    await asyncio.wait({write})
+    assert await database.write_short(add, 1001) == 1001
+    assert await database.read(stored) == [1001]
+
+
+def test_a_loop_that_ends_before_its_turn(database, add):
+    """The next loop's writes do not wait for it."""
+
+    async def begin() -> None:
+        asyncio.ensure_future(database.write_short(add, 1000))
+        await asyncio.sleep(0)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.close()
+    assert asyncio.run(database.write_short(add, 1001)) == 1001
+
+
+def test_what_waits_is_run_when_the_database_is_closed(tmp_path, add):
+    database = Database(tmp_path / "a.db")
+
+    async def begin() -> None:
+        tasks = [asyncio.create_task(database.write_short(add, 1000 + n)) for n in range(3)]
+        await asyncio.sleep(0)
+        database.close()
+        assert await asyncio.gather(*tasks) == [1000, 1001, 1002]
+
+    asyncio.run(begin())
+    again = Database(tmp_path / "a.db")
+    assert asyncio.run(again.read(stored)) == [1000, 1001, 1002]
+    again.close()
+
+
+async def test_many_writers_of_every_kind(database, add):
+    """Nothing is lost, and nothing waits for ever."""
+
+    def work(version: int) -> None:
+        with database.writer.begin() as db:
+            add(db, version)
+
+    async def one(version: int) -> None:
+        if version % 7 == 0:
+            await database.call(work, version)
+        elif version % 3 == 0:
+            await database.write(add, version)
+        elif version % 11 == 0:
+            database.write_soon(add, version)
+        else:
+            await database.write_short(add, version)
+
+    for first in range(1000, 1400, 40):
+        await asyncio.gather(*(one(version) for version in range(first, first + 40)))
+    await database.write(lambda _: None)
+    assert await database.read(stored) == list(range(1000, 1400))
