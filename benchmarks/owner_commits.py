@@ -1,7 +1,7 @@
 """An owner with 1,000 workers that each commit once a second: its processor time, its memory, the time of a grant.
 
 The workers are simulated by one process, over the sockets and with the messages of real ones: heartbeats, requests for
-rows, grants, commits and acknowledgements. Ledger, dispatcher and database are real; no row runs. The same owner runs
+rows, grants and commits. Ledger, dispatcher and database are real; no row runs. The same owner runs
 on SQLite and on a PostgreSQL server of this machine, with its commits on the disk.
 """
 
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import harness
 
@@ -33,12 +34,13 @@ from msgspec import Struct  # noqa: E402
 from written_dataset import RowKeys, write_dataset  # noqa: E402
 
 from batchmill.engines.clock import SystemClock  # noqa: E402
+from batchmill.errors import BatchmillError  # noqa: E402
 from batchmill.executors.channel import Channel, open_channel  # noqa: E402
 from batchmill.executors.worker import HEARTBEAT_S  # noqa: E402
 from batchmill.function_runtime.shared_memory import MemoryPair  # noqa: E402
-from batchmill.jobs.ledger.commits import CommitLog  # noqa: E402
+from batchmill.jobs.ledger.commits import CommitCallback, CommitLog  # noqa: E402
 from batchmill.jobs.ledger.files import JobFiles  # noqa: E402
-from batchmill.jobs.ledger.ledger import Ledger  # noqa: E402
+from batchmill.jobs.ledger.ledger import JobEnd, Ledger, Verdict  # noqa: E402
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make  # noqa: E402
 from batchmill.jobs.pools.dispatcher import Dispatcher  # noqa: E402
 from batchmill.jobs.pools.job_run import JobRun  # noqa: E402
@@ -49,7 +51,6 @@ from batchmill.types import (  # noqa: E402
     Commit,
     DatasetSpec,
     EngineStats,
-    Lease,
     ModelSpec,
     Policy,
     SegmentRef,
@@ -75,7 +76,6 @@ class SimulatedWorker:
     def __init__(self, channel: Channel, name: str, figures: dict[str, list[float]]) -> None:
         self._channel, self._name, self._figures = channel, name, figures
         self._grants: asyncio.Queue[messages.Grant] = asyncio.Queue()
-        self._sent: dict[tuple[Lease, int], float] = {}
         self._requested = 0.0
         self._offset = 0
 
@@ -93,9 +93,8 @@ class SimulatedWorker:
                         if self._requested:
                             self._figures["grant"].append(time.monotonic() - self._requested)
                         self._grants.put_nowait(grant)
-                    case messages.Ack(lease, seq, counted):
-                        assert counted, "nobody else has the lease"
-                        self._figures["commit"].append(time.monotonic() - self._sent.pop((lease, seq)))
+                    case messages.Ack() as refused:  # nobody else has the lease
+                        raise AssertionError(f"{refused}")
         for task in tasks:
             task.cancel()
 
@@ -119,13 +118,12 @@ class SimulatedWorker:
                 commit = Commit(
                     grant.lease, grant.seq + row, ref, done, rows_ok=1, rows_failed=0, usage=Usage(100, 0, 50)
                 )
-                self._sent[grant.lease, grant.seq + row] = time.monotonic()
                 self._channel.send(messages.Record(commit))
 
 
 async def simulate(control: socket.socket) -> None:
     """Play every worker whose socket arrives, until the control socket is closed; then print what they saw."""
-    figures: dict[str, list[float]] = {"grant": [], "commit": []}
+    figures: dict[str, list[float]] = {"grant": []}
     tasks = []
     loop = asyncio.get_running_loop()
     control.setblocking(False)
@@ -141,7 +139,7 @@ async def simulate(control: socket.socket) -> None:
         if not data:
             break
         if data == b"r":  # the measurement begins
-            figures["grant"].clear(), figures["commit"].clear()
+            figures["grant"].clear()
             continue
         (fd,) = array.array("i", ancillary[0][2][:4])
         channel = await open_channel(socket.socket(fileno=fd), MemoryPair())
@@ -219,10 +217,29 @@ def size_of(database: Database, folder: Path, url: str) -> int:
         return db.execute(sa.text("SELECT pg_database_size(current_database())")).scalar_one()
 
 
-async def own(folder: Path, url: str, workers: int, seconds: float, control: socket.socket) -> dict[str, float]:
+class TimedLog(CommitLog):
+    """Notes how long each commit takes from its message until it is counted."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self.seconds: list[float] = []
+
+    async def commit(
+        self, commit: Commit, cost: float | None, callback: CommitCallback, end: JobEnd | None = None
+    ) -> None:
+        began = time.monotonic()
+
+        def counted(verdict: Verdict | BatchmillError) -> None:
+            self.seconds.append(time.monotonic() - began)
+            callback(verdict)
+
+        await super().commit(commit, cost, counted, end)
+
+
+async def own(folder: Path, url: str, workers: int, seconds: float, control: socket.socket) -> dict[str, Any]:
     """Run the owner; what it took in the measured time."""
     database = open_database(folder, url)
-    commit_log = CommitLog(Ledger(database))
+    commit_log = TimedLog(Ledger(database))
     model = ModelSpec("m", "function", "app.py:f", workers=workers)
     spec = JobSpec(
         id=JOB, dataset=DatasetSpec(["/data/in.jsonl"]), models=[model], form=OpenAIForm(), policy=Policy(),
@@ -244,6 +261,7 @@ async def own(folder: Path, url: str, workers: int, seconds: float, control: soc
     dispatcher.add(run)
     await asyncio.sleep(WARM_S)
     control.send(b"r")
+    commit_log.seconds.clear()
     before, cpu, began = await _counted(database), time.process_time(), time.monotonic()
     size = size_of(database, folder, url)
     await asyncio.sleep(seconds)
@@ -253,6 +271,7 @@ async def own(folder: Path, url: str, workers: int, seconds: float, control: soc
         "cores": (time.process_time() - cpu) / wall,
         "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "growth": (size_of(database, folder, url) - size) / wall,
+        "counted": commit_log.seconds,
     }
     control.close()
     return found
@@ -283,8 +302,8 @@ def measure(kind: str, url: str, workers: int, seconds: float) -> None:
         seen = json.loads(simulating.communicate()[0])
     print(f"{kind}: {workers:,} workers, a commit a second each, {seconds:.0f} s")
     grants = statistics.quantiles(seen["grant"], n=100)
-    commits = statistics.quantiles(seen["commit"], n=100)
-    print(f"    commits: {1000 * commits[49]:.0f} ms p50, {1000 * commits[98]:.0f} ms p99 until acknowledged")
+    commits = statistics.quantiles(found["counted"], n=100)
+    print(f"    commits: {1000 * commits[49]:.0f} ms p50, {1000 * commits[98]:.0f} ms p99 until counted")
     print(f"    grants: {1000 * grants[49]:.0f} ms p50, {len(seen['grant']):,} of them")
     print(f"    the database grows by {found['growth'] * 86_400 / 2**30:,.1f} GiB a day at this rate")
     aim = 0.95 * workers
