@@ -10,6 +10,7 @@ from functools import partial
 
 from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs.recorded_job import Entry
+from batchmill.jobs.resting_job import RestingJob
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.states import JobState
@@ -66,6 +67,10 @@ class ActiveJobs:
         """Make a runner that is not started. Args: as of `RecordedJob`."""
         return JobRunner(spec, self._tools, state, entry)
 
+    def resting(self, spec: JobSpec) -> RestingJob:
+        """A job that has no runner."""
+        return RestingJob(spec, self._tools)
+
     def start(self, runner: JobRunner) -> JobRunner:
         """Run a job from its stored state."""
         runner.task = asyncio.create_task(runner.run())
@@ -75,9 +80,9 @@ class ActiveJobs:
 
     async def resume(self, spec: JobSpec) -> JobRunner:
         """Run a paused job with this spec."""
-        runner = self.runner(spec)
-        await runner.resume()
-        return self.start(runner)
+        job = self.resting(spec)
+        await job.resume()
+        return self.start(self.runner(job.spec))
 
     def _ended(self, runner: JobRunner, task: asyncio.Task[None]) -> None:
         """Forget a runner. What it could not store is its state: the database could not be reached."""

@@ -34,7 +34,7 @@ from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.ledger import first_lease
 from batchmill.jobs.ledger.packed import NewFolders
 from batchmill.jobs.ledger.plan import PlanReader, can_import_at_once, ordering
-from batchmill.jobs.ledger.records import NewJob
+from batchmill.jobs.ledger.records import NewJob, columns_of
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
@@ -82,7 +82,9 @@ def answer_of(job_id: str, known: str | None) -> Submitted:
 class RecordedJob:
     """A job, its files and its stored state."""
 
-    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None, entry: Entry | None) -> None:
+    def __init__(
+        self, spec: JobSpec, tools: RunnerTools, state: JobState | None = None, entry: Entry | None = None
+    ) -> None:
         """Args: state: as it is stored; None: it is read. entry: of a job that is not stored yet."""
         self.spec, self.files = spec, tools.scratch.files(spec)
         self._tools, self._clock = tools, tools.clock
@@ -272,24 +274,15 @@ class RecordedJob:
         check_left(self._ledger.database.owned_s())
         await asyncio.to_thread(self.files.write_spec, spec)
 
+    async def _store_spec(self) -> None:
+        """Store a spec that has changed. Raises: JobPaused, as above."""
+        await self._write_spec(self.spec)
+        await self._commit_log.write(self._ledger.note, self.spec.id, **columns_of(self.spec))
+
     async def _clear_unsealed(self) -> None:
         """Remove an unsealed dataset, unless another process may be sealing it by now."""
         if not is_over(self._ledger.database.owned_s()):
             await asyncio.to_thread(self.files.clear_unsealed)
-
-    async def _begin_again(self) -> Record:
-        """The record of a job to continue. A small one that began without a cluster gets files in the data directory.
-
-        Outcomes that it has stay in the database. After a crash the record still has a small job, and the next attempt
-        writes the same files.
-        """
-        if self.spec.is_small and self._tools.is_shared:
-            data = await self._ledger.database.read(packed.read, self.spec.id)
-            await self._make_large()
-            if data is not None:
-                folders = await asyncio.to_thread(packed.write, self.files.home, data)
-                await self._stored.publish(*folders)
-        return await self._record()
 
     async def _segments(self) -> SegmentPlace:
         place = self.files.segment_place

@@ -36,10 +36,9 @@ from batchmill.errors import (
 from batchmill.jobs import early_end
 from batchmill.jobs.early_end import ENDS_EARLY, EarlyEnd, EndsEarly, early_end_of
 from batchmill.jobs.failover import RouteFailover, with_code
-from batchmill.jobs.intake import adapters, retries, routing
+from batchmill.jobs.intake import adapters, routing
 from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, reuses
-from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
@@ -48,11 +47,11 @@ from batchmill.jobs.recorded_job import Entry, NotStored, RecordedJob
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
-from batchmill.jobs.samples import moved_columns, sample_has_run
+from batchmill.jobs.samples import sample_has_run
 from batchmill.models import redaction
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.disk_room import bytes_in
-from batchmill.types import ModelSpec, Policy, RetryChange
+from batchmill.types import ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
 T = TypeVar("T")
@@ -137,8 +136,7 @@ class JobRunner(RecordedJob):
         before = self.spec.policy
         self._set_policy(policy)
         try:
-            await self._write_spec(self.spec)
-            await self._commit_log.write(self._ledger.note, self.spec.id, **columns_of(self.spec))
+            await self._store_spec()
         except BatchmillError:
             self._set_policy(before)
             raise
@@ -166,42 +164,6 @@ class JobRunner(RecordedJob):
         if (run := self.rows_run) is not None:
             return [self.spec.models[number] for number in run.models_left]
         return self.spec.models if len(self.spec.models) == 1 else []
-
-    # -- resume and retry ---------------------------------------------------------------------------------------------
-
-    async def resume(self) -> None:
-        """Leave PAUSED for the state in which the job continues, with this spec."""
-        record = await self._begin_again()
-        await self._stored.bring_plans(record)
-        await self._write_spec(self.spec)
-        if record["cancelling"] is not None:
-            state, reason = JobState.CANCELLING, early_end_of(record).reason
-        else:
-            state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
-        await self._move(state, reason=reason, message="", **columns_of(self.spec), **moved_columns(record, self.spec))
-
-    async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
-        """Queue the failed rows of an ended job again, as `change` says. Raises: InvalidTransition, InvalidInput."""
-        job_id, record = self.spec.id, await self._begin_again()
-        await self._bring(record)
-        if not self._is_planned(record):
-            raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
-        generation = record["generation"] + 1
-        spec, target = retries.prepared(self.spec, change, model, generation, self._clock.now())
-        self.spec = await self._adapters.check_again(spec, target.used)
-        blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
-        async with self._tools.scratch.use(self.spec):
-            order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
-            opened = await plan_retry(replace(order, term=self._ledger.database.term_path()), self._offload)
-            await self._tools.scratch.store(self.spec)
-            if not self.spec.is_small:
-                await self._stored.publish(self.files.plan(generation))
-        await self._write_spec(self.spec)
-        limit = self._tools.quota_of(self.spec)
-        await self._commit_log.write(
-            self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit), **columns_of(self.spec),
-        )  # fmt: skip
 
     # -- states -------------------------------------------------------------------------------------------------------
 

@@ -131,9 +131,9 @@ class Transitions:
             spec = samples.whole(orders.without_past_deadline(read_spec(record["spec"]), self._clock.now()))
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
-            runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))
-            await runner.retry(change, model)
-            self._active.start(runner)
+            job = self._active.resting(msgspec.structs.replace(spec, code=await self._code_now(spec)))
+            await job.retry(change, model)
+            self._active.start(self._active.runner(job.spec))
         self.deadlines.changed()
 
     async def amend(self, job_id: str, change: Amendment) -> None:
@@ -143,8 +143,8 @@ class Transitions:
             if record["state"] in ENDED or record["cancelling"] is not None:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
             spec = read_spec(record["spec"])
-            runner = self._active.running(spec.id) or self._active.runner(spec)
-            await runner.amend(orders.amended(spec, change, self._clock.now()))
+            job = self._active.running(spec.id) or self._active.resting(spec)
+            await job.amend(orders.amended(spec, change, self._clock.now()))
         self.deadlines.changed()
 
     async def _upcoming(self, count: int) -> Sequence[tuple[str, float]]:
