@@ -25,7 +25,8 @@ _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOP
 
 
 PROBE_BYTES = 64 * 1024
-BUSY_MS = 5000  # how long another process that writes is waited for
+# How long another process that writes is waited for: milliseconds.
+WAITS, WAITS_NOT = "PRAGMA busy_timeout=5000", "PRAGMA busy_timeout=0"
 
 
 class SqliteBackend:
@@ -147,11 +148,11 @@ class Busy(Exception):
 
 def _begin_at_once(db: sa.Connection) -> sa.RootTransaction:
     """Begin a transaction unless another process writes, such as a person's shell."""
-    _execute(db, "PRAGMA busy_timeout=0")
+    _execute(db, WAITS_NOT)
     try:
         return db.begin()
     finally:
-        _execute(db, f"PRAGMA busy_timeout={BUSY_MS}")
+        _execute(db, WAITS)
 
 
 def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
@@ -159,8 +160,9 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
 
     def configure(connection: sqlite3.Connection, _: Any) -> None:
         connection.isolation_level = None  # `begin` below starts transactions
+        connection.execute(WAITS)
         connection.executescript(
-            f"PRAGMA busy_timeout={BUSY_MS}; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
             "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
         )
         if pragma:
