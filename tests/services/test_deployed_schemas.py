@@ -211,7 +211,7 @@ async def test_deployments_beside_each_other(place: Place, monkeypatch: pytest.M
 
     async def read(function: Callable[..., Any], *args: Any) -> Any:
         found = await real(function, *args)
-        if function is records.classes_of_jobs:
+        if function is records.read_class_uses:
             monkeypatch.undo()
             await place.deploy(2)
             await place.deploy(3)
@@ -220,6 +220,26 @@ async def test_deployments_beside_each_other(place: Place, monkeypatch: pytest.M
     monkeypatch.setattr(place.database, "read", read)
     assert (await place.deploy(4)).is_new
     assert removed.reference not in place.named() and used.reference in place.named()
+
+
+async def test_a_job_that_comes_and_ends_during_a_removal(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class stays, though it was in no job when the uses were read: a retry takes it."""
+    version = (await place.deploy(1)).version
+    pinned = place.versions.schema_class(ONE, version.name)
+    place.clock.at += KEPT_S + 1
+    real = place.database.read
+
+    async def read(function: Callable[..., Any], *args: Any) -> Any:
+        found = await real(function, *args)
+        monkeypatch.undo()
+        await place.add_job(pinned)
+        await place.end_job()
+        return found
+
+    monkeypatch.setattr(place.database, "read", read)
+    await place.versions.remove_unused()
+    assert place.named() == [version.reference]
+    await place.versions.bring(pinned)
 
 
 async def test_the_quota(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.errors import Conflict
@@ -70,12 +71,21 @@ def set_route(db: sa.Connection, route: Route) -> None:
     db.execute(model_routes.insert().values(values))
 
 
-def remove(db: sa.Connection, versions: list[ModelVersion], routes: list[Route], dropped: list[Route]) -> None:
+def remove(
+    db: sa.Connection, versions: list[ModelVersion], routes: list[Route], dropped: list[Route],
+    seen: Set[str] | None = None,
+) -> None:  # fmt: skip
     """Mark versions as removed, replace `routes`, and delete the routes in `dropped`.
+
+    Args:
+        seen: jobs that have none of the versions, of classes without a name: no other job may have one, even if it has
+            ended.
 
     Raises: Conflict for a version that an unfinished job uses.
     """
     _refuse_used(db, versions)
+    if seen is not None and (had := read_class_uses(db, seen).references & {each.reference for each in versions}):
+        raise Conflict(f"a job has {had.pop()}", code="version_in_use")
     for version in versions:
         db.execute(model_versions.update().where(_is(version)).values(state=REMOVED))
     for route in routes:
@@ -124,15 +134,25 @@ def _folders_of(spec: JobSpec) -> set[str]:
     return folders
 
 
-def classes_of_jobs(db: sa.Connection) -> set[str]:
-    """The versions without a name of their own that jobs validate with, also jobs that have ended."""
+class ClassUses(Struct, frozen=True):
+    """Jobs, and the versions without a name of their own that they validate with."""
+
+    jobs: Set[str]
+    references: Set[str]
+
+
+def read_class_uses(db: sa.Connection, seen: Set[str] = frozenset()) -> ClassUses:
+    """Of all jobs but those in `seen`, also jobs that have ended."""
     mark, found = f'"reference":"{SCHEMA}_'.encode(), set[str]()
-    for data in db.execute(sa.select(jobs.c.spec).execution_options(yield_per=PAGE)).scalars():
-        if mark in bytes(data):
-            schema = msgspec.json.decode(data, type=JobSpec).form.schema
-            if schema is not None and schema.version is not None:
-                found.add(schema.version.reference)
-    return found
+    new = [job for job in db.execute(sa.select(jobs.c.id)).scalars() if job not in seen]
+    for first in range(0, len(new), PAGE):
+        page = sa.select(jobs.c.spec).where(jobs.c.id.in_(new[first : first + PAGE]))
+        for data in db.execute(page).scalars():
+            if mark in bytes(data):
+                schema = msgspec.json.decode(data, type=JobSpec).form.schema
+                if schema is not None and schema.version is not None:
+                    found.add(schema.version.reference)
+    return ClassUses(frozenset(new), found)
 
 
 def forget(db: sa.Connection, version: ModelVersion) -> None:

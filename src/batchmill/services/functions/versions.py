@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Set
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -345,13 +345,15 @@ class ModelVersions:
         before = self._clock.now() - schema_classes.KEPT_S
         unnamed = [each for name in self._functions if is_unnamed(name) for each in self.get(name)]
         old = [each for each in unnamed if each.state in (READY, FAILED) and (each.finished or before) < before]
-        used = await self._database.read(records.classes_of_jobs) if old else set()
+        if not old:
+            return
+        uses = await self._database.read(records.read_class_uses)
         for each in old:
             if self._function(each.name).versions.get((each.branch, each.number)) != each:
                 continue  # another deployment has removed or used it meanwhile
-            if each.reference not in used and not self._locks.setdefault(each.name, asyncio.Lock()).locked():
-                with contextlib.suppress(Conflict, UnknownName):  # a job began to use it; it was removed meanwhile
-                    (removed,) = await self.remove(each.name, each.branch, str(each.number))
+            if each.reference not in uses.references and not self._locks.setdefault(each.name, asyncio.Lock()).locked():
+                with contextlib.suppress(Conflict, UnknownName):  # a job has got it; it was removed meanwhile
+                    (removed,) = await self._remove(each.name, each.branch, str(each.number), seen=uses.jobs)
                     await self._database.write(records.forget, removed)
                     self._put(removed.name, [replace(removed, spec=None, source="", error=None)])
 
@@ -478,9 +480,16 @@ class ModelVersions:
 
         Raises: UnknownName; Conflict for a version that an alias or an unfinished job uses, or a branch's latest.
         """
+        return await self._remove(name, branch, version, by=by)
+
+    async def _remove(
+        self, name: str, branch: str | None, version: str | None, *,
+        by: Caller | None = None, seen: Set[str] | None = None,
+    ) -> list[ModelVersion]:  # fmt: skip
+        """As `remove`. Args: seen: as of `records.remove`."""
         async with self._lock_owned(name, by):
             versions, dropped = self._select_removals(name, branch, version, by)
-            await self._database.write(records.remove, versions, [], dropped)
+            await self._database.write(records.remove, versions, [], dropped, seen)
             removed = [replace(each, state=REMOVED) for each in versions]
             self._put(name, removed, dropped=dropped)
             for each in removed:
