@@ -17,12 +17,24 @@ from fakes.job_service import job_service
 from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
+from batchmill.errors import UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger.plan import KEY_ORDER
 from batchmill.jobs.service import JobService
 from batchmill.store.sql.tables import model_versions
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Once, OutputSchema, Policy, SchemaVersion
+from batchmill.types import (
+    DatasetSpec,
+    FunctionSpec,
+    JobOrder,
+    JobQuery,
+    JobView,
+    ModelSpec,
+    Once,
+    OutputSchema,
+    Policy,
+    SchemaVersion,
+)
 
 CODE = """
 import os, time
@@ -149,6 +161,22 @@ async def test_a_class_is_brought_before_rows_run(opened, tmp_path):
     await service._tools.database.write(lambda db: db.execute(model_versions.insert().values(values)))
     view = await run(service, asked)
     assert (view.state, view.message) == ("paused", "the class review@main/1 is not deployed here")
+
+
+@pytest.mark.parametrize("rows", [5, 1200])
+async def test_a_version_that_is_removed_while_an_order_is_taken(opened, tmp_path, rows):
+    """An order that names it is refused; of others, only rows that name it are, as those of an unknown model."""
+    service, asked = await opened(), order(tmp_path, "double", rows)
+    function = FunctionSpec("main/1", str(tmp_path), "0")
+    gone = ModelSpec("gone", "function_process", "app.py:double", function=function, allowed=["gone"])
+    view = await run(service, replace(asked, models=[*asked.models, gone]))
+    assert (view.state, view.rows_ok) == ("completed", rows)
+    named = replace(order(tmp_path, "gone", rows), models=[*asked.models, gone])
+    view = await run(service, named)
+    assert (view.state, view.problems[0].code) == ("failed", "unknown_model")
+    with pytest.raises(UnknownName, match="the version gone@main/1 does not exist; ready versions of gone: none"):
+        await service.submit(replace(named, models=[gone], default_model=True))
+    assert len(await service.list(JobQuery())) == 2
 
 
 async def test_the_most_rows_of_a_small_job(opened, tmp_path):

@@ -12,9 +12,11 @@ import pytest
 from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from fakes.packages import add_wheel, use_as_index
+from msgspec.structs import replace
 
 from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
+from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger import snapshot
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
@@ -223,6 +225,30 @@ async def test_what_is_used_is_not_removed(place):
     with pytest.raises(UnknownName, match="does not exist"):
         place.choose("example_doubler")
     assert (await place.deploy()).version.number == 4
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_version_that_is_removed_while_an_order_is_taken(place, keeps):
+    """The job is refused as if the version had gone before, unless its rows name other models."""
+    for more in ("", "#\n"):
+        await place.deploy(DOUBLER + more)
+    await place.deploy(name="other")
+    await place.versions.set_alias("example_doubler", "prod", [Backend("main", 2)])
+    specs = [place.choose("other").spec, place.choose("example_doubler", None, "1").spec]
+    job = JobSpec("job_1", DatasetSpec(["x"]), specs, TableForm(), Policy(), None, "", {}, 0.0)
+    job = replace(job, used=["other"]) if keeps else job
+    removing = asyncio.create_task(place.versions.remove("example_doubler", "main", "1"))
+    stored = asyncio.create_task(place.database.write(job_records.enter, job, None, None))
+    if keeps:
+        await asyncio.gather(removing, stored)
+        return
+    with pytest.raises(UnknownName) as refused:
+        await stored
+    await removing
+    with pytest.raises(UnknownName) as before:
+        place.choose("example_doubler", None, "1")
+    assert (refused.value.code, refused.value.message) == (before.value.code, before.value.message)
+    assert "is removed; ready versions of example_doubler: main/2, @prod" in refused.value.message
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from batchmill import faults
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import DatabaseUnavailable, InvalidInput, OverQuota
@@ -15,6 +17,7 @@ from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.deployed import ModelsRemoved
 from batchmill.jobs.ledger.files import JobFiles, read_spec, result_exists
 from batchmill.jobs.maintenance import JobDeadlines
 from batchmill.jobs.recorded_job import Entry, answer_of
@@ -92,18 +95,28 @@ class Submissions:
 
     async def _match_or_create(self, order: JobOrder, answer: Answer) -> Submitted:
         if order.origin is not None:  # over a server's API: always another job
-            spec = await self._describe(order)
-            if spec.is_small:
-                return await self._create_small(spec, order.once, answer)
-            if spec.output is None:
-                return await self._create(spec, order.once)
-            async with self._active.lock(f"outputs of {spec.project}"):
-                others = await self._read(job_records.writing_objects)
-                await asyncio.to_thread(orders.refuse_shared_output, spec, others)
-                spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=order.overwrite)
-                return await self._create(spec, order.once)
+            try:
+                return await self._create_another(order, answer)
+            except ModelsRemoved as error:
+                if order.default_model or not (left := error.left_of(order.models)):
+                    raise
+                # Nothing but a row may name one: such a row is refused as if its model had never been there.
+                return await self._match_or_create(replace(order, models=left), answer)
         async with self._active.outputs:
             return await self._match(order, await self._describe(order))
+
+    async def _create_another(self, order: JobOrder, answer: Answer) -> Submitted:
+        """Create a job for an order of a server's API. Raises: ModelsRemoved."""
+        spec = await self._describe(order)
+        if spec.is_small:
+            return await self._create_small(spec, order.once, answer)
+        if spec.output is None:
+            return await self._create(spec, order.once)
+        async with self._active.lock(f"outputs of {spec.project}"):
+            others = await self._read(job_records.writing_objects)
+            await asyncio.to_thread(orders.refuse_shared_output, spec, others)
+            spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=order.overwrite)
+            return await self._create(spec, order.once)
 
     async def _describe(self, order: JobOrder) -> JobSpec:
         additions = order.schema, order.template, order.prompt, order.system, order.params

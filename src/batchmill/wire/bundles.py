@@ -11,7 +11,7 @@ import io
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
@@ -29,6 +29,8 @@ EXAMPLES_MAX = 100
 
 
 SCHEMA = "schema"  # a kind of what is deployed
+READY = "ready"  # the state of a version that serves
+SHOWN_MAX = 5  # versions that an error message lists
 
 
 class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +81,13 @@ class ModelVersion(Struct, frozen=True):
     @property
     def reference(self) -> str:
         return f"{self.name}@{self.branch}/{self.number}"
+
+
+def unknown_version(name: str, version: str, state: str | None, ready: Sequence[str], aliases: Sequence[str]) -> str:
+    """The message for a version that does not exist (`state` is None) or is not ready, with those that are."""
+    problem = f"is {state}" if state is not None else "does not exist"
+    choices = [*ready[-SHOWN_MAX:], *aliases]
+    return f"the version {name}@{version} {problem}; ready versions of {name}: {', '.join(choices) or 'none'}"
 
 
 class Backend(Struct, frozen=True, array_like=True):

@@ -18,9 +18,8 @@ from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.functions import records
 from batchmill.services.functions.examples import openapi
 from batchmill.services.functions.names import LATEST, MAIN
-from batchmill.services.functions.records import READY
 from batchmill.services.services import Services
-from batchmill.wire.bundles import BYTES_MAX, ModelVersion
+from batchmill.wire.bundles import BYTES_MAX, READY, ModelVersion
 from batchmill.wire.native import (
     DeployReply,
     Merge,

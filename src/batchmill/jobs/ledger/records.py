@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Conflict, UnknownName
-from batchmill.jobs.ledger import snapshot
+from batchmill.jobs.ledger import deployed, snapshot
 from batchmill.jobs.ledger.files import read_spec, result_exists
 from batchmill.jobs.ledger.snapshot import UNFINISHED_JOBS
 from batchmill.states import ENDED, JobState, PauseReason
@@ -20,13 +20,12 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
-from batchmill.store.sql.tables import error_counts, job_models, jobs, model_versions, submissions
+from batchmill.store.sql.tables import error_counts, job_models, jobs, submissions
 from batchmill.store.sql.transactions import Record
-from batchmill.types import JobOrder, JobQuery, Once, SchemaVersion
+from batchmill.types import JobOrder, JobQuery, Once
 from batchmill.wire.job_spec import JobSpec
 
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
-READY = "ready"  # the state of a version that serves
 SHOWN_CHARS = 64  # of an unknown id, in a message
 
 
@@ -277,30 +276,19 @@ def enter(
         quota: how many unfinished jobs its project may have; None: the machine's user submits it.
         fields: as of `snapshot.insert_job`.
 
-    Raises: OverQuota; UnknownName where a result that it reads, or the class of its schema, has been removed.
+    Raises: OverQuota; UnknownName where a result that it reads, or the class of its schema, has been removed;
+    ModelsRemoved.
     """
     names = [os.path.basename(path) for path in spec.dataset.paths] if spec.origin is not None else []
     for removed in removals.find_all(db, names):
         raise UnknownName(f"No such File object: {removed}", code="unknown_file")
-    if (schema := spec.form.schema) is not None and schema.version is not None:
-        _refuse_removed(db, schema.version)
+    deployed.refuse_removed(db, spec)
     if quota is not None:
         refuse_unfinished(db, spec.project, quota)
     snapshot.insert_job(db, spec, fields)
     if once is not None:
         values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
         put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
-
-
-def _refuse_removed(db: sa.Connection, version: SchemaVersion) -> None:
-    """Raises: UnknownName if a class was removed since its name was resolved. Until the job ends, it is not."""
-    table, (name, branch, number) = model_versions.c, version.key
-    is_it = (table.name == name) & (table.branch == branch) & (table.number == number)
-    if db.execute(sa.select(table.state).where(is_it)).scalar() != READY:
-        raise UnknownName(
-            f"the class {version.reference}, which validates answers, was removed meanwhile: deploy it again",
-            code="validator_not_found",
-        )
 
 
 class NewJob(Struct, frozen=True):

@@ -12,12 +12,11 @@ from msgspec import Struct
 
 from batchmill.errors import UnknownName
 from batchmill.services.functions.names import LATEST, MAIN, SHOWN_CHARS
-from batchmill.services.functions.records import BUILDING, READY
+from batchmill.services.functions.records import BUILDING
 from batchmill.types import Interface, ModelSpec
-from batchmill.wire.bundles import Backend, ModelVersion, Route
+from batchmill.wire.bundles import READY, Backend, ModelVersion, Route, unknown_version
 
 VERSIONS_MAX = 10  # newest versions that rows of a job may name
-SHOWN_MAX = 5  # versions that an error message lists
 VersionKey = tuple[str, int]  # branch and number
 
 
@@ -165,14 +164,11 @@ class Function:
     def unknown(self, branch: str | None, version: str) -> UnknownName:
         """The error for a version that does not exist or is not ready. Its message lists the ready ones."""
         record = self.versions.get((branch or MAIN, int(version))) if version.isdecimal() else None
-        reference = f"{self.name}@{(branch or MAIN)[:SHOWN_CHARS]}/{version[:SHOWN_CHARS]}"
-        problem = f"is {record.state}" if record is not None else "does not exist"
-        choices = [f"{each.branch}/{each.number}" for each in self.all if each.state == READY][-SHOWN_MAX:]
-        choices += [label for label in self.routes if label.startswith("@")]
-        return UnknownName(
-            f"the version {reference} {problem}; ready versions of {self.name}: {', '.join(choices) or 'none'}",
-            code="model_not_found",
-        )
+        ready = [f"{each.branch}/{each.number}" for each in self.all if each.state == READY]
+        aliases = [label for label in self.routes if label.startswith("@")]
+        shown = f"{(branch or MAIN)[:SHOWN_CHARS]}/{version[:SHOWN_CHARS]}"
+        message = unknown_version(self.name, shown, None if record is None else record.state, ready, aliases)
+        return UnknownName(message, code="model_not_found")
 
 
 def _key(backend: Backend) -> VersionKey:

@@ -17,11 +17,11 @@ from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.tables import jobs, model_routes, model_versions
 from batchmill.types import ModelSpec
-from batchmill.wire.bundles import SCHEMA, Backend, Deployed, ModelVersion, Route
+from batchmill.wire.bundles import READY, SCHEMA, Backend, Deployed, ModelVersion, Route
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import AliasInfo, BackendInfo, DeployReply, FunctionDetail, VersionInfo
 
-BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
+BUILDING, FAILED, REMOVED = "building", "failed", "removed"  # states, beside READY
 PAGE = 1000  # specs of jobs that are read together
 WAY_OUT = "remove unused versions"
 INTERRUPTED = "the deployment was interrupted: deploy it again"
@@ -84,8 +84,10 @@ def remove(
     Raises: Conflict for a version that an unfinished job uses.
     """
     _refuse_used(db, versions)
-    if seen is not None and (had := read_class_uses(db, seen).references & {each.reference for each in versions}):
-        raise Conflict(f"a job has {had.pop()}", code="version_in_use")
+    if seen is not None:
+        used = read_class_uses(db, seen).references
+        if had := [each.reference for each in versions if each.reference in used]:
+            raise Conflict(f"a job has {had[0]}", code="version_in_use")
     for version in versions:
         db.execute(model_versions.update().where(_is(version)).values(state=REMOVED))
     for route in routes:

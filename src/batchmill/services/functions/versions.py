@@ -35,10 +35,10 @@ from batchmill.services.functions.names import (
     is_unnamed,
     read_reference,
 )
-from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
+from batchmill.services.functions.records import BUILDING, FAILED, REMOVED
 from batchmill.store.sql.database import Database
 from batchmill.types import Caller, ModelSpec, OutputSchema, ProjectQuotas
-from batchmill.wire.bundles import SCHEMA, Backend, Deployed, DeployOrder, ModelVersion, Route
+from batchmill.wire.bundles import READY, SCHEMA, Backend, Deployed, DeployOrder, ModelVersion, Route
 from batchmill.wire.native_models import LogPage, LogQuery
 
 __all__ = ["ModelVersion", "ModelVersions"]

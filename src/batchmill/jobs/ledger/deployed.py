@@ -1,0 +1,81 @@
+"""The deployed versions of a new job: one that was removed since its order was checked is found as the job is stored.
+
+Until the job ends, none of them is removed: `services/functions/records.py` looks at the jobs in the transaction that
+removes a version.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from batchmill.errors import UnknownName
+from batchmill.store.sql.compiled import CompiledStatement
+from batchmill.store.sql.tables import model_routes, model_versions
+from batchmill.types import ModelSpec, SchemaVersion
+from batchmill.wire.bundles import READY, unknown_version
+from batchmill.wire.job_spec import JobSpec
+
+_STATES = CompiledStatement(
+    sa.select(model_versions.c.branch, model_versions.c.number, model_versions.c.state)
+    .where(model_versions.c.name == sa.bindparam("of_name"))
+    .order_by(model_versions.c.branch, model_versions.c.number)
+)
+_LABELS = CompiledStatement(
+    sa.select(model_routes.c.label)
+    .where(model_routes.c.name == sa.bindparam("of_name"), model_routes.c.label.startswith("@"))
+    .order_by(model_routes.c.label)
+)
+
+
+class ModelsRemoved(UnknownName):
+    """Versions of functions that rows of a job may name were removed."""
+
+    def __init__(self, message: str, models: list[ModelSpec]) -> None:
+        super().__init__(message, code="model_not_found")
+        self._removed = {_key_of(model) for model in models}
+
+    def left_of(self, models: list[ModelSpec]) -> list[ModelSpec]:
+        """The models without those that were removed."""
+        return [model for model in models if _key_of(model) not in self._removed]
+
+
+def refuse_removed(db: sa.Connection, spec: JobSpec) -> None:
+    """Raises: UnknownName for the class of its schema; ModelsRemoved."""
+    if (schema := spec.form.schema) is not None and schema.version is not None:
+        _refuse_class(db, schema.version)
+    used = [model for model in spec.models if not spec.used or model.name in spec.used]
+    states = {model.name: _STATES.rows(db, {"of_name": model.name}) for model in used if _is_deployed(model)}
+    gone = [model for model in used if _is_deployed(model) and _state(model, states[model.name]) != READY]
+    if gone:
+        raise ModelsRemoved(_problem(db, gone[0], states[gone[0].name]), gone)
+
+
+def _key_of(model: ModelSpec) -> tuple[str, str]:
+    """Name and version; empty: it has none."""
+    return model.name, "" if model.function is None else model.function.version
+
+
+def _is_deployed(model: ModelSpec) -> bool:
+    return model.function is not None and bool(model.function.folder)
+
+
+def _state(model: ModelSpec, states: list[tuple[str, int, str]]) -> str | None:
+    assert model.function is not None, "it is deployed"
+    found = [state for branch, number, state in states if f"{branch}/{number}" == model.function.version]
+    return found[0] if found else None
+
+
+def _problem(db: sa.Connection, model: ModelSpec, states: list[tuple[str, int, str]]) -> str:
+    assert model.function is not None, "it is deployed"
+    ready = [f"{branch}/{number}" for branch, number, state in states if state == READY]
+    aliases = [label for (label,) in _LABELS.rows(db, {"of_name": model.name})]
+    return unknown_version(model.name, model.function.version, _state(model, states), ready, aliases)
+
+
+def _refuse_class(db: sa.Connection, version: SchemaVersion) -> None:
+    name, branch, number = version.key
+    if (branch, number, READY) not in _STATES.rows(db, {"of_name": name}):
+        raise UnknownName(
+            f"the class {version.reference}, which validates answers, was removed meanwhile: deploy it again",
+            code="validator_not_found",
+        )
