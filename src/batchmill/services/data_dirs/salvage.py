@@ -27,7 +27,8 @@ from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.part_files import sync_folder
-from batchmill.services.data_dirs import backups
+from batchmill.services.data_dirs import backups, salvaged_small_jobs
+from batchmill.services.data_dirs.salvaged_small_jobs import SalvagedSmallJobs
 from batchmill.services.files.files import BATCH
 from batchmill.services.files.records import FileRecord
 from batchmill.states import JobState
@@ -154,6 +155,7 @@ class _Salvage:
             )
         self._database = Database(self.path)
         self._ledger = Ledger(self._database)
+        self._small_jobs = SalvagedSmallJobs(self._ledger, data_dir)
         self._tables: list[SalvagedTable] = []
         self.incomplete: set[str] = set()  # tables that lost rows
         self._from_backup: set[str] = set()  # jobs whose record comes from the backup
@@ -162,6 +164,7 @@ class _Salvage:
 
     def close(self) -> None:
         self._damaged.close()
+        self._small_jobs.close()
         self._database.close()
         for each in LOGS:
             assert not self.path.with_name(DATABASE + each).exists(), (
@@ -188,6 +191,9 @@ class _Salvage:
                 self._progress(
                     f"{table.name}: {copied} rows read" + (f", {len(added)} from the backup" if added else "")
                 )
+
+        if self._backup is not None:
+            self._small_jobs.restore_ledgers(self._backup, self._from_backup)
 
     def _missing_rows(self, table: sa.Table) -> list[Row]:
         """Return the rows that the backup has and the damaged file has lost."""
@@ -240,7 +246,8 @@ class _Salvage:
                         db.execute(file_table.insert().prefix_with("OR IGNORE").values(values))
 
     def _specs(self) -> Iterator[JobSpec]:
-        """Yield the specs of all jobs that have a folder."""
+        """Yield the specs of all jobs that have a folder, and of small ones whose records could be read."""
+        yield from self._small_jobs.specs()
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 yield JobFiles(self._data_dir, home.name).read_spec()
@@ -248,16 +255,24 @@ class _Salvage:
     def rebuild_jobs(self) -> None:
         """Rebuild jobs whose record is lost or does not match their segments."""
         removed = self._removed_jobs()
+        if self.incomplete & salvaged_small_jobs.TABLES:
+            for spec in self._small_jobs.specs():
+                self._try_rebuild(spec.id, self._small_jobs.rebuild)
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
             files = JobFiles(self._data_dir, home.name)
             if home.name in removed or (files.is_untouched() and not files.spec.exists()):
                 continue  # the next start removes its remains; a small job has nothing here but an index
-            try:
-                if self._rebuild(home.name):
-                    self._rebuilt.append(home.name)
-                    self._progress(f"{home.name}: its ledger is rebuilt")
-            except (OSError, BatchmillError, msgspec.MsgspecError) as error:
-                self._failed.append(f"{home.name}: {error}")
+            self._try_rebuild(home.name, self._rebuild)
+        if self.incomplete & salvaged_small_jobs.TABLES:
+            self._small_jobs.remove_parts()
+
+    def _try_rebuild(self, job_id: str, rebuild: Callable[[str], bool]) -> None:
+        try:
+            if rebuild(job_id):
+                self._rebuilt.append(job_id)
+                self._progress(f"{job_id}: its ledger is rebuilt")
+        except (OSError, BatchmillError, msgspec.MsgspecError) as error:
+            self._failed.append(f"{job_id}: {error}")
 
     def _removed_jobs(self) -> set[str]:
         """Return the jobs that were removed, and delete the records of them that came from the backup."""

@@ -1,4 +1,4 @@
-"""Reads what SQLite can still read of a damaged database: every table row by row, around bad pages.
+"""Reads what SQLite can still read of a damaged database: every table row by row, around bad pages, and below them.
 
 Works on copies and writes nothing beside them. A row counts only where each of its values fits its column: of a page
 that was overwritten with another one nothing is taken.
@@ -19,6 +19,7 @@ from msgspec import Struct
 from sqlalchemy.dialects import sqlite
 
 from batchmill.store.sql.database import Database
+from batchmill.store.sql.orphan_leaves import INNER, Leaf, Pages, apart
 from batchmill.store.sql.tables import metadata
 
 FAILURES_MAX = 50_000  # failed reads of one table: each finds one end of a gap, or one row of it
@@ -27,7 +28,6 @@ ROWID_MAX = 2**63 - 1
 HEADER = struct.Struct(">16sHBBBBBBII")
 HEADER_BYTES, PAGES_AT = 100, 28  # of the file's header: its size, and the offset of the number of pages
 FREELIST = slice(32, 40)
-INTERIOR = 0x05  # the type of a page that only refers to other pages
 Row = tuple[Any, ...]
 
 
@@ -56,6 +56,7 @@ class DamagedDatabase:
     def __init__(self, path: Path, work: Path) -> None:
         """Args: work: an empty folder for copies."""
         self._db: sqlite3.Connection | None = None
+        self._orphans: _Orphans | None = None
         if not path.exists() or not path.stat().st_size:
             return
         blank = work / "blank-donor.db"
@@ -67,6 +68,8 @@ class DamagedDatabase:
         for name, donor in (("as-it-lies", None), ("header", blank)):
             if self._db is None:
                 self._db = _try(path, work / f"{name}.db", donor, page, whole=False)
+                if self._db is not None and donor is None:  # with its own header, which says what is free
+                    self._orphans = _Orphans(work / f"{name}.db", self._db, page)
         if self._db is None:  # the positions of its tables depend on how it was created
             candidates = [
                 _try(path, work / f"{donor.stem}-schema.db", donor, page, whole=True) for donor in (blank, vacuumed)
@@ -78,7 +81,13 @@ class DamagedDatabase:
 
     def read(self, table: sa.Table) -> ReadableTable:
         """The readable rows of a table."""
-        return ReadableTable([], True) if self._db is None else _read(self._db, table)
+        if self._db is None:
+            return ReadableTable([], True)
+        row_ids: list[int] = []
+        found = _read(self._db, table, row_ids)
+        if found.is_damaged and self._orphans is not None:
+            found.rows += self._orphans.rows(table, row_ids)
+        return found
 
     def version(self) -> int | None:
         """The version of its schema; None if unreadable."""
@@ -88,6 +97,63 @@ class DamagedDatabase:
     def close(self) -> None:
         if self._db is not None:
             self._db.close()
+
+
+class _Orphans:
+    """The rows of leaves that no readable page refers to, and of those between them that are hard to find."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection, page_bytes: int) -> None:
+        self._path, self._db, self._page_bytes = path, db, page_bytes
+        self._leaves: dict[str, list[tuple[Leaf, list[Row]]]] | None = None
+        self._seen: dict[str, list[Leaf]] = {}
+
+    def rows(self, table: sa.Table, row_ids: list[int]) -> list[Row]:
+        """Those of a table. Args: row_ids: of the rows that were read."""
+        try:
+            if self._leaves is None:
+                self._leaves = {}
+                self._leaves = self._find()
+            known = set(row_ids)
+            missed = [leaf for leaf in self._seen.pop(table.name, []) if leaf.first not in known]
+            leaves = [*self._leaves.pop(table.name, []), *((leaf, self._read_leaf(table, leaf)) for leaf in missed)]
+        except (OSError, sqlite3.DatabaseError):
+            return []
+        finally:
+            self._db.rollback()
+        whole = set(apart([leaf for leaf, _ in leaves], sorted(row_ids)))
+        return [row for leaf, rows in leaves if leaf in whole for row in rows]
+
+    def _find(self) -> dict[str, list[tuple[Leaf, list[Row]]]]:
+        """Table -> the leaves without a reference that can only be its own."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # of the copy: its file then has every page
+        query = "SELECT name, rootpage FROM sqlite_schema WHERE type = 'table' AND rootpage > 0"
+        roots = dict(self._db.execute(query))
+        pages = Pages(self._path.read_bytes(), self._page_bytes, list(roots.values()))
+        leaves = pages.orphans()
+        owners: dict[Leaf, list[tuple[str, list[Row]]]] = {leaf: [] for leaf in leaves}
+        for table in metadata.sorted_tables:
+            if roots.get(table.name) not in pages.broken:
+                continue
+            self._seen[table.name] = pages.leaves(roots[table.name])
+            for leaf in leaves:
+                if leaf.columns == len(table.columns) and (rows := self._read_leaf(table, leaf)):
+                    owners[leaf].append((table.name, rows))
+        found: dict[str, list[tuple[Leaf, list[Row]]]] = {}
+        for leaf, fits in owners.items():
+            if len(fits) == 1:
+                found.setdefault(fits[0][0], []).append((leaf, fits[0][1]))
+        return found
+
+    def _read_leaf(self, table: sa.Table, leaf: Leaf) -> list[Row]:
+        """Have SQLite read a leaf as if it was the whole table. None of its rows unless all of them fit."""
+        self._point(table.name, leaf.page)
+        found = _read(self._db, table, [])
+        return [] if found.is_damaged else found.rows
+
+    def _point(self, table: str, page: int) -> None:
+        self._db.execute("UPDATE sqlite_schema SET rootpage = ? WHERE type = 'table' AND name = ?", (page, table))
+        self._db.execute("PRAGMA writable_schema = RESET")  # so that SQLite reads the schema again
+        self._db.execute("PRAGMA writable_schema = ON")
 
 
 def in_sql(statement: sa.Select | sa.Insert) -> str:
@@ -107,7 +173,7 @@ def _try(path: Path, copy: Path, donor: Path | None, page: int, *, whole: bool) 
 
 
 def _rows_in(db: sqlite3.Connection) -> int:
-    return sum(len(_read(db, table).rows) for table in metadata.sorted_tables)
+    return sum(len(_read(db, table, []).rows) for table in metadata.sorted_tables)
 
 
 def _page_bytes(path: Path) -> int:
@@ -148,7 +214,7 @@ def _schema_pages(data: bytes, page: int) -> Iterator[int]:
         yield number
         own = data[(number - 1) * page : number * page]
         at = HEADER_BYTES if number == 1 else 0
-        if own[at] == INTERIOR:
+        if own[at] == INNER:
             cells = struct.unpack_from(">H", own, at + 3)[0]
             offsets = struct.unpack_from(f">{cells}H", own, at + 12)
             waiting += [struct.unpack_from(">I", own, offset)[0] for offset in offsets]
@@ -167,20 +233,24 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _read(db: sqlite3.Connection, table: sa.Table) -> ReadableTable:
+def _read(db: sqlite3.Connection, table: sa.Table, row_ids: list[int]) -> ReadableTable:
+    """Args: row_ids: gets those of the rows."""
     number = sa.literal_column("rowid")
     between = number.between(sa.bindparam("first", 0), sa.bindparam("last", 0))
-    chosen = sa.select(number, *table.columns).where(between).order_by(number)
-    query = in_sql(chosen.with_hint(table, "NOT INDEXED"))
+    chosen = sa.select(number, *table.columns).with_hint(table, "NOT INDEXED")
+    query = in_sql(chosen.where(between).order_by(number))
+    query_one = in_sql(chosen.where(number == sa.bindparam("first", 0)))  # reads no page but its own
     result, failures, in_a_row = ReadableTable([], False), 0, 0
     waiting = [(1, ROWID_MAX)]
     while waiting:
         first, last = waiting.pop()
+        is_one = first == last
         try:
-            for rowid, *values in db.execute(query, (first, last)):
+            for rowid, *values in db.execute(query_one, (first,)) if is_one else db.execute(query, (first, last)):
                 first, in_a_row = rowid + 1, 0
                 if _fits(table, values):
                     result.rows.append(tuple(values))
+                    row_ids.append(rowid)
                 else:
                     result.is_damaged = True
             continue
@@ -195,15 +265,18 @@ def _read(db: sqlite3.Connection, table: sa.Table) -> ReadableTable:
         elif first < last:
             middle = (first + last) // 2
             waiting += [(middle + 1, last), (first, middle)]  # the lower half is read first
+        elif first == last and not is_one:
+            waiting.append((first, last))  # the last row of a page before a bad one
     return result
 
 
 def _find_gap_end(db: sqlite3.Connection, query: str, first: int) -> int | None:
-    """The first readable row id after the gap that contains `first`; None if the gap extends to the end."""
+    """The first row id after the gap that contains `first`; None if the gap extends to the end."""
 
     def can_read(rowid: int) -> bool:
         try:
-            return db.execute(query, (rowid, ROWID_MAX)).fetchone() is not None
+            db.execute(query, (rowid, ROWID_MAX)).fetchone()
+            return True
         except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError):
             return False
 
