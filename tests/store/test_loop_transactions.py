@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -239,3 +241,99 @@ async def test_many_writers_of_every_kind(database, add):
         await asyncio.gather(*(one(version) for version in range(first, first + 40)))
     await database.write(lambda _: None)
     assert await database.read(stored) == list(range(1000, 1400))
+
+
+async def test_a_call_that_a_thread_takes_at_once(database, add):
+    """The loop that made it finds nothing to do, and later calls find the turn free."""
+    began, goes_on, taken = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(_: sa.Connection) -> None:
+        began.set()
+        goes_on.wait(30)
+
+    class Waiting(deque):
+        """The thread runs at once what is appended."""
+
+        def append(self, call) -> None:
+            super().append(call)
+            goes_on.set()
+            taken.wait(30)
+
+    leave = database._writes._leave_turn
+
+    def leave_and_tell() -> bool:
+        if has_left := leave():
+            taken.set()
+        return has_left
+
+    first = asyncio.create_task(database.write(wait))
+    await asyncio.to_thread(began.wait, 30)
+    database._writes._waiting, database._writes._leave_turn = Waiting(), leave_and_tell
+    assert await database.write(add, 1000) == 1000
+    await first
+    assert await asyncio.wait_for(database.write_short(add, 1001), 30) == 1001
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+async def test_an_error_that_is_no_exception_is_its_calls_alone(database, add, is_short):
+    """Others that share the transaction get their results."""
+
+    def cancel(db: sa.Connection) -> None:
+        add(db, 1999)
+        raise asyncio.CancelledError
+
+    write = database.write_short if is_short else database.write
+    running = [asyncio.create_task(write(*args)) for args in ((add, 1000), (cancel,), (add, 1001))]
+    await asyncio.wait_for(asyncio.wait(running), 30)
+    assert [task.cancelled() for task in running] == [False, True, False]
+    assert await database.read(stored) == [1000, 1001]
+
+
+async def test_a_slow_disk_that_fails_is_waited_for_in_the_thread(database, add, monkeypatch):
+    def fail(db: sa.Connection) -> None:
+        add(db, 1000)
+        raise OSError("too slow")
+
+    monkeypatch.setattr(loop_transactions, "SLOW_S", -1.0)
+    with pytest.raises(OSError, match="too slow"):
+        await database.write_short(fail)
+    await database.write_short(add, 1001)
+    assert [is_on_loop(thread) for thread in add.threads] == [True, False, False]
+
+
+def test_a_database_that_is_closed_as_a_turn_is_given_to_the_loop(tmp_path, add, monkeypatch):
+    """The thread takes it: after `close` nothing is written."""
+    database = Database(tmp_path / "a.db")
+    commits, gives, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Clock:
+        """Waits where the thread looks whether the loop may take the turn."""
+
+        @staticmethod
+        def monotonic() -> float:
+            if threading.current_thread() is not threading.main_thread():
+                gives.set()
+                goes_on.wait(30)
+            return time.monotonic()
+
+    def wait(_: sa.Connection) -> None:
+        commits.wait(30)
+
+    async def begin() -> None:
+        sa.event.listen(database.writer.own._engine, "commit", wait)
+        first = asyncio.create_task(database.write_short(add, 1000))
+        while not add.threads:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(database.write_short(add, 1001))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(loop_transactions, "time", Clock)
+        monkeypatch.setattr(database._backend, "stop_waiting", goes_on.set)
+        commits.set()
+        await asyncio.to_thread(gives.wait, 30)
+        database.close()
+        assert await asyncio.wait_for(asyncio.gather(first, second), 30) == [1000, 1001]
+
+    asyncio.run(begin())
+    again = Database(tmp_path / "a.db")
+    assert asyncio.run(again.read(stored)) == [1000, 1001]
+    again.close()

@@ -55,14 +55,15 @@ class LoopTransactions(SharedTransactions):
             self._others -= 1
 
     def flush(self) -> None:
-        self._is_closing = True
+        with self._lock:
+            self._is_closing = True
         if self._withdraw():
             self._threads.submit(self._turn)
         else:
             super().flush()
 
     def _begin_turn(self) -> None:
-        if self._scheduled is not None and self._scheduled.is_closed() and self._withdraw():
+        if (scheduled := self._scheduled) is not None and scheduled.is_closed() and self._withdraw():
             self._threads.submit(self._turn)  # the loop ended before it took its turn
             return
         super()._begin_turn()
@@ -79,13 +80,14 @@ class LoopTransactions(SharedTransactions):
 
     def _schedule(self, first: Call[Any], ended: Ended | None = None) -> bool:
         """Have the loop take the turn, if it may run the first call that waits. `ended` is resolved before."""
-        if self._is_closing or not first.is_short or self._others or time.monotonic() < self._in_thread_until:
+        if not first.is_short or self._others or time.monotonic() < self._in_thread_until:
             return False
-        self._scheduled = first.loop
-        if post(first.loop, self._take_on_loop, first.loop, ended):
-            return True
-        self._scheduled = None
-        return False
+        with self._lock:
+            if self._is_closing:
+                return False
+            self._scheduled = first.loop
+        # If it has ended, who withdraws the turn first takes it.
+        return post(first.loop, self._take_on_loop, first.loop, ended) or not self._withdraw()
 
     def _take_on_loop(self, loop: Loop, ended: Ended | None) -> None:
         if ended:
@@ -126,14 +128,19 @@ class LoopTransactions(SharedTransactions):
                 transaction = stack.pop_all()
         except BaseException as error:
             self._waiting.extendleft(reversed(calls))
+            self._note_duration(began)
             super()._submit_turn()
-            if not isinstance(error, Exception):
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             return
-        if time.monotonic() - began > SLOW_S:
-            self._in_thread_until = time.monotonic() + IN_THREAD_S
+        self._note_duration(began)
         self._waiting.extendleft(reversed(calls[len(results) :]))
         self._threads.submit(self._commit, transaction, calls[: len(results)], results)
+
+    def _note_duration(self, began: float) -> None:
+        """Have a thread take the next turns if this one had to wait for the disk."""
+        if time.monotonic() - began > SLOW_S:
+            self._in_thread_until = time.monotonic() + IN_THREAD_S
 
     def _commit(self, transaction: ExitStack, calls: Sequence[Call[Any]], results: Sequence[Any]) -> None:
         """In the thread."""

@@ -128,8 +128,9 @@ class SharedTransactions:
             self._submit_turn()
 
     def _enter_turn(self) -> bool:
+        """False: as many turns as there may be are taken, or another one has just run what waited."""
         with self._lock:
-            if self._turns == self._turns_max:
+            if self._turns == self._turns_max or not self._waiting:
                 return False
             self._turns += 1
             return True
@@ -183,7 +184,7 @@ class SharedTransactions:
                 return self._run(lambda: self._share_one(calls, savepoints=True))
         except DatabaseUnavailable as error:  # it may even have been committed: nothing is to be repeated
             return [(call, None, error) for call in calls]
-        except Exception:  # of one of them, which gets it when it runs alone
+        except BaseException:  # of one of them, which gets it when it runs alone
             return None
 
     def _share_one(self, calls: list[Call[Any]], *, savepoints: bool) -> Ended:
