@@ -177,6 +177,23 @@ async def test_a_deleted_result_of_a_small_job_is_gone(room):
         assert not place.exists() and room.left() == []
 
 
+async def test_a_result_whose_other_result_is_deleted(room):
+    """Its bytes outlive a loss of power right behind the deletion, before any of them was on the disk."""
+    home = room.data_dir / "results"
+    home.mkdir()
+    output, errors = home / f"{JOB}.results.jsonl", home / f"{JOB}.results.errors.jsonl"
+    await room.database.write(room.log.write, output, b"secret")
+    await room.database.write(room.log.write, errors, b"error")
+    view = await room.put_job(JobState.COMPLETED, output=str(output), errors_output=str(errors), rows_ok=1)
+    found = await room.files.adopt_results(view)
+    await room.files.delete("one", found[0].id, "ada")
+    room.reopen()
+    os.truncate(errors, 0)
+    async with room.log.open():
+        assert errors.read_bytes() == room.files.path(found[1]).read_bytes() == b"error"
+        assert not output.exists() and room.left() == [found[1].id]
+
+
 async def test_results_of_many_jobs_that_have_ended(room):
     """What was stored with the end of a job is no longer arriving, also if there is no error file: uploads would be
     written in smaller pieces with every job."""

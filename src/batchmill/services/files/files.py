@@ -40,6 +40,7 @@ from batchmill.services.files.incoming import (
     piece_bytes,
     remove_others,
     run_to_completion,
+    same_files,
     unlink_all,
     unlink_same,
 )
@@ -405,7 +406,7 @@ class FileService:
             home = self._jobs_home / record.job
             copies = [path for path in map(Path, results.paths) if self._is_own(record.job, path)]
             if self.stored.log is not None:  # which would write them again after a crash
-                await self._database.write(self.stored.log.forget, copies)
+                await self._database.write(_forget_same, self.path(record), copies, self.stored.log)
             await self.disk.run(unlink_same, self.path(record), copies)
             linked = await self.stored.same(self.path(record), copies)
             await self.disk.run(unlink_all, linked)
@@ -571,6 +572,11 @@ def _forget(
         log.forget(db, [path])
     if record.job is not None:
         removals.insert(db, _removal(record, by, now))
+
+
+def _forget_same(db: sa.Connection, path: Path, copies: Sequence[Path], log: FileLog) -> None:
+    """Have the log forget copies of a file. Another result of the job may not be on the disk yet."""
+    log.forget(db, same_files(path, copies))
 
 
 def _removal(record: FileRecord, by: str, at: float) -> Removal:

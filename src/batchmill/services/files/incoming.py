@@ -287,12 +287,21 @@ def unlink_all(paths: Sequence[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def unlink_same(path: Path, others: Sequence[Path]) -> None:
-    """Remove those of `others` that are hard links to the file at `path`."""
+def same_files(path: Path, others: Sequence[Path]) -> list[Path]:
+    """Those of `others` that are hard links to the file at `path`."""
+    found = []
     with contextlib.suppress(FileNotFoundError):
         info = path.stat()
         for other in others:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(info, other.stat()):
-                    other.unlink()
-                    sync_folder(other.parent)
+                    found.append(other)
+    return found
+
+
+def unlink_same(path: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are hard links to the file at `path`."""
+    for other in same_files(path, others):
+        with contextlib.suppress(FileNotFoundError):
+            other.unlink()
+            sync_folder(other.parent)
