@@ -70,7 +70,10 @@ class Backend(Protocol):
 
 
 class Database:
-    """An open database."""
+    """An open database.
+
+    Concurrency: its methods are called on one event loop; another one may use it once that has ended.
+    """
 
     def __init__(self, at: Path | Backend) -> None:
         """Args: at: an SQLite file, or an opened back end.
