@@ -6,14 +6,19 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from fakes.answering_service import AnsweringService, choice
 from fakes.databases import open_ledger
 from fakes.job_service import end_of, job_service
 
+from batchmill.children.offload import CHILD_DIED, Offload
 from batchmill.config.entries import ProjectEntry, RetentionEntry
 from batchmill.engines.clock import SystemClock
+from batchmill.errors import LedgerBroken
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.intake import reuse_jobs
+from batchmill.jobs.intake.reuse_orders import KEEP_SMALL
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.service import JobService
 from batchmill.store.sql.tables import outcome_blocks, packed_jobs
@@ -137,3 +142,47 @@ async def test_one_whose_input_is_gone_is_left_out(service, chat, tmp_path):
     assert await is_dropped(service)
     again = await asked(service, chat, written(tmp_path, ["a", "b"]), ALL)
     assert (again.rows_reused, again.rows_ok) == (1, 2)
+
+
+class Noting:
+    """An `Offload` that notes how many jobs each child process indexes, and may fail for many."""
+
+    def __init__(self, offload: Offload, *, many_fail: bool = False) -> None:
+        self._offload, self._many_fail = offload, many_fail
+        self.sizes: list[int] = []
+
+    async def __call__(self, target: str, order: bytes, *rest, **options) -> bytes:
+        if target == KEEP_SMALL:
+            self.sizes.append(len(msgspec.json.decode(order)))
+            if self._many_fail and self.sizes[-1] > 1:
+                raise LedgerBroken("the child process died", code=CHILD_DIED)
+        return await self._offload(target, order, *rest, **options)
+
+
+@pytest.mark.parametrize("many_fail", [False, True])
+async def test_the_first_lookup_indexes_many_at_once(many_fail, service, chat, tmp_path, monkeypatch):
+    """A child process indexes several jobs. One that cannot be indexed is left out, and costs no other."""
+    monkeypatch.setattr(reuse_jobs, "SMALL_JOBS_MAX", 3)
+    texts = "abcdefg"
+    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in texts}
+    (tmp_path / "c.jsonl").unlink()  # its requests are not known any more
+    earlier = service.retention._reusable
+    earlier._offload = noting = Noting(earlier._offload, many_fail=many_fail)
+    again = await asked(service, chat, written(tmp_path, list(texts)), ALL)
+    assert (again.rows_reused, again.rows_ok) == (6, 7)
+    assert noting.sizes == ([3, 1, 1, 1, 3, 1, 1, 1, 1] if many_fail else [3, 3, 1])
+    assert [index_of(service, views[text], tmp_path).exists() for text in texts] == [text != "c" for text in texts]
+    noting.sizes.clear()
+    assert (await asked(service, chat, written(tmp_path, [*texts, "h"]), ALL)).rows_reused == 7
+    assert noting.sizes == [1], "the one that was left out"
+
+
+async def test_many_outcomes_are_sent_in_parts(service, chat, tmp_path, monkeypatch):
+    """What a child process gets at once has a bound of bytes, too."""
+    monkeypatch.setattr(reuse_jobs, "SMALL_BYTES", 1)
+    for text in "abc":
+        await asked(service, chat, written(tmp_path, [text]))
+    earlier = service.retention._reusable
+    earlier._offload = noting = Noting(earlier._offload)
+    again = await asked(service, chat, written(tmp_path, ["a", "b", "c"]), ALL)
+    assert again.rows_reused == 3 and noting.sizes == [1, 1, 1]

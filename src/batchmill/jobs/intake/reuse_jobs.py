@@ -30,6 +30,7 @@ from batchmill.jobs.intake.preparation import stays_reusable
 from batchmill.jobs.intake.reuse_orders import (
     INDEX,
     KEEP,
+    KEEP_SMALL,
     LOOK_UP,
     RESULTS,
     EarlierJob,
@@ -59,6 +60,8 @@ ROWS_A_RUN = 64  # that follow each other, on average: results are copied while 
 COPIED_ROWS_MAX = 4 * 1024 * 1024
 CHILD_ROWS = 256 * 1024  # of a job with fewer rows for each, fewer children look them up
 CHILDREN_MAX = 4  # for one lookup
+SMALL_JOBS_MAX = 32  # that a child process indexes at once: a process and its messages cost more than most of them
+SMALL_BYTES = 4 * 1024 * 1024  # of their outcomes, about
 FORGOTTEN_MAX = 500  # jobs of one query, and of a sweep of what is in an object store alone
 RANKS_S = 600.0  # how long it is known which jobs are the newest: one sweep asks of many
 MORE_JOBS = "only the newest {:,} ended jobs were looked at, and there are more: see projects.{}.reuse_jobs_max"
@@ -179,21 +182,19 @@ class EarlierJobs:
         note = MORE_JOBS.format(jobs_max, spec.project) if len(records) > jobs_max else ""
         keys = await asyncio.to_thread(read_keys, dataset)
         wanted = frozenset() if keys is None else frozenset(keys.keys) - {""}
+        fitting = await asyncio.to_thread(lambda: [each for each in records[:jobs_max] if self._may_have(each, wanted)])
+        unindexed = await self._index_small([each for each in fitting if read_spec(each["spec"]).is_small])
         async with AsyncExitStack() as stack:
             chosen = []
-            for record in records[:jobs_max]:
-                earlier = await self._chosen(record, wanted, stack)
+            for record in fitting:
+                earlier = None if record["id"] in unindexed else await self._chosen(record, wanted, stack)
                 chosen += [] if earlier is None else [earlier]
             yield chosen, note
 
     async def _chosen(self, record: Record, wanted: frozenset[str], stack: AsyncExitStack) -> EarlierJob | None:
-        """An ended job, if rows of it may have gone to one of the targets that are wanted."""
+        """An ended job whose rows may have gone to one of the targets that are wanted."""
         spec = read_spec(record["spec"])
         files = JobFiles(self._data_dir, spec.id)
-        if not await asyncio.to_thread(self._may_have, record, files, wanted):
-            return None
-        if spec.is_small and not await self._has_small_index(record, spec, files):
-            return None
         is_whole = record["compacted"] is None and not spec.is_small
         if self._stored.is_elsewhere and not await self._brought_for_lookup(record, files, wanted, stack):
             return None
@@ -208,40 +209,90 @@ class EarlierJobs:
         place = files.segment_place
         return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
 
-    async def _has_small_index(self, record: Record, spec: JobSpec, files: JobFiles) -> bool:
-        """Whether a small job has an index. The first lookup makes it, with copies of the results: they lie in the
-        database for as long as retention keeps what a retry needs."""
-        if await self._stored.holds(files.reuse):
+    async def _index_small(self, records: Sequence[Record]) -> set[str]:
+        """Have indexes of small jobs made that have none. The first lookup makes them, with copies of the results: they
+        lie in the database for as long as retention keeps what a retry needs. Returns the jobs that get none.
+        """
+        missing = [record for record in records if not await self._has_index(record)]
+        waiting = [record for record in missing if record["compacted"] is None]
+        without = {record["id"] for record in missing} - {record["id"] for record in waiting}
+        for first in range(0, len(waiting), SMALL_JOBS_MAX):
+            without |= await self._index_some(waiting[first : first + SMALL_JOBS_MAX])
+        return without
+
+    async def _has_index(self, record: Record) -> bool:
+        home = JobFiles(self._data_dir, record["id"]).reuse
+        if await self._stored.holds(home):
             return True
-        if await asyncio.to_thread(read_head, files.reuse, spec.id, record["generation"]) is not None:
-            return True
-        if record["compacted"] is not None:
-            return False
+        return await asyncio.to_thread(read_head, home, record["id"], record["generation"]) is not None
+
+    async def _index_some(self, records: Sequence[Record]) -> set[str]:
+        """As `_index_small`, of jobs without one."""
+        failed: dict[str, str] = {}
+        async with AsyncExitStack() as stack:
+            some: list[EarlierJob] = []
+            size_bytes = 0
+            for record in records:
+                try:
+                    job = await self._small_job(record, stack)
+                except BatchmillError as error:
+                    failed[record["id"]] = error.message
+                    continue
+                some.append(job)
+                size_bytes += sum(len(data) for pieces in job.segments.blocks.values() for _, data in pieces)
+                if size_bytes > SMALL_BYTES:
+                    failed |= await self._keep_small(some)
+                    some, size_bytes = [], 0
+            failed |= await self._keep_small(some)
+        for job_id, reason in failed.items():
+            log.warning("nothing is taken over of the job %s: %s", job_id, reason)
+        indexed = [record["id"] for record in records if record["id"] not in failed]
+        known = await self._ledger.database.read(_known, indexed)
+        for job_id in indexed:
+            files = JobFiles(self._data_dir, job_id)
+            if job_id in known:
+                await self._stored.publish(files.reuse)
+            else:  # removed meanwhile: nothing of it may stay
+                await asyncio.to_thread(shutil.rmtree, files.home, ignore_errors=True)
+        return {*failed, *(set(indexed) - known)}
+
+    async def _small_job(self, record: Record, stack: AsyncExitStack) -> EarlierJob:
+        """A small job, unpacked until the stack is left."""
+        spec = read_spec(record["spec"])
         committed, blocks = await self._ledger.database.call_reader(self._ledger.results, spec.id)
         refs = [ref for generation, ref in committed if generation == 0]
+        unpacked = await stack.enter_async_context(self._scratch.use(spec))
+        home = JobFiles(self._data_dir, spec.id).home
+        await asyncio.to_thread(home.mkdir, mode=0o700, parents=True, exist_ok=True)
+        place = replace(unpacked.segment_place, blocks=blocks)
+        return EarlierJob(
+            spec, str(self._data_dir), record["generation"], record["finished"], place, refs,
+            scratch=str(self._scratch.home), results=RESULTS,
+        )  # fmt: skip
+
+    async def _keep_small(self, some: Sequence[EarlierJob]) -> dict[str, str]:
+        """Index some jobs in one child process, each by itself if it dies. Returns those that failed, and why."""
+        if not some:
+            return {}
         try:
-            async with self._scratch.use(spec) as unpacked:
-                home = str(self._scratch.home)
-                earlier = EarlierJob(
-                    spec, str(self._data_dir), record["generation"], record["finished"],
-                    replace(unpacked.segment_place, blocks=blocks), refs, scratch=home, results=RESULTS,
-                )  # fmt: skip
-                await asyncio.to_thread(files.home.mkdir, mode=0o700, parents=True, exist_ok=True)
-                await self._offload(KEEP, msgspec.json.encode(earlier), lambda _: None, project=spec.project)
+            order = msgspec.json.encode(some)
+            answer = await self._offload(KEEP_SMALL, order, lambda _: None, project=some[0].spec.project)
+            return msgspec.json.decode(answer, type=dict[str, str])
         except BatchmillError as error:
-            log.warning("nothing is taken over of the job %s: %s", spec.id, error)
-            return False
-        if not await self._ledger.database.read(_exists, spec.id):  # removed meanwhile: nothing of it may stay
-            await asyncio.to_thread(shutil.rmtree, files.home, ignore_errors=True)
-            return False
-        await self._stored.publish(files.reuse)
-        return True
+            if len(some) == 1:
+                return {some[0].spec.id: error.message}
+        failed: dict[str, str] = {}
+        for job in some:
+            failed |= await self._keep_small([job])
+        return failed
 
     async def _committed(self, job_id: str) -> list[SegmentRef]:
         committed = await self._ledger.database.call_reader(self._ledger.committed, job_id)
         return [ref for generation, ref in committed if generation == 0]
 
-    def _may_have(self, record: Record, files: JobFiles, wanted: frozenset[str]) -> bool:
+    def _may_have(self, record: Record, wanted: frozenset[str]) -> bool:
+        """Whether rows of an ended job may have gone to one of the targets that are wanted."""
+        files = JobFiles(self._data_dir, record["id"])
         earlier, keys = read_spec(record["spec"]), read_keys(files.dataset)
         if keys is not None:
             return not wanted.isdisjoint(keys.keys)
@@ -296,7 +347,7 @@ class EarlierJobs:
             return
         if spec.is_small:
             if record["finished"] >= await self._oldest_of(spec.project):
-                await self._has_small_index(record, spec, files)
+                await self._index_small([record])
             return
         async with AsyncExitStack() as stack:
             if self._stored.is_elsewhere and not await self._brought(record, files, stack):
@@ -370,8 +421,9 @@ def _remove_index(home: Path) -> None:
         home.parent.rmdir()
 
 
-def _exists(db: sa.Connection, job_id: str) -> bool:
-    return bool(db.execute(sa.select(sa.literal(1)).where(jobs.c.id == job_id)).first())
+def _known(db: sa.Connection, job_ids: Sequence[str]) -> set[str]:
+    """Those of some jobs that there are."""
+    return set(db.execute(sa.select(jobs.c.id).where(jobs.c.id.in_(job_ids))).scalars())
 
 
 def _has_deleted_results(db: sa.Connection, job_id: str) -> bool:

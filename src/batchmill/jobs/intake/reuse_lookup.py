@@ -72,6 +72,20 @@ def keep_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     return b""
 
 
+def keep_small_offloaded(orders: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: index the results of some small EarlierJobs. Returns why it could not be done, of those of which."""
+    failed = {}
+    for job in msgspec.json.decode(orders, type=list[EarlierJob]):
+        try:
+            with locked(folder_of(job)):
+                build(job)
+        except BatchmillError as error:
+            failed[job.spec.id] = error.message
+        except OSError as error:
+            failed[job.spec.id] = str(error)
+    return msgspec.json.encode(failed)
+
+
 class _Lookup:
     def __init__(self, order: LookupOrder, open_: ExitStack) -> None:
         self._order = order

@@ -24,6 +24,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import OpenAIForm
 
 KEEP = "batchmill.jobs.intake.reuse_lookup:keep_offloaded"
+KEEP_SMALL = "batchmill.jobs.intake.reuse_lookup:keep_small_offloaded"
 LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"
 NONE, DETERMINISTIC, ALL = "none", "deterministic", "all"
 RESULTS = "results"  # beside an index: the parts of results that rows may take over, where they are nowhere else
