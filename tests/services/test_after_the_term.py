@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_room import AdapterRoom
+from adapter_room import US, AdapterRoom
+from fakes.lora_files import write_lora
 from fakes.manual_clock import ManualClock, settled
 from file_room import FileRoom
 
 from batchmill import serving
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import DatabaseUnavailable, OverQuota
+from batchmill.services.adapters.records import FETCHING, READY
+from batchmill.store.disk_room import RESERVE_BYTES, DiskReserve
 
 
 @pytest.fixture
@@ -75,6 +78,43 @@ async def test_a_replaced_owner_removes_no_adapter(tmp_path: Path, monkeypatch: 
     await adapters.sweep()
     assert room.folders() == []
     await room._shut()
+
+
+async def test_a_replaced_owner_removes_no_adapter_that_it_has_no_room_for(tmp_path: Path, monkeypatch):
+    """Its successor may have found room for it, in the same folder. This one, if it is the owner, fetches it again."""
+    room = AdapterRoom(tmp_path)
+    adapters = await room.again()
+    assert room.database is not None
+    source = write_lora(tmp_path / "source")
+
+    async def refuse(project: str, adding: int = 1) -> None:
+        if adding > 1:
+            monkeypatch.setattr(room.database, "owned_s", lambda: -1.0)
+            raise OverQuota("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters._disk_quota, "check", refuse)
+        record = await adapters.register(US, "tiny", "new", str(source), is_trusted=True)
+        with pytest.raises(DatabaseUnavailable):
+            await adapters.wait(record)
+    assert room.folders() == [record.id] and adapters.get("default", "new").state == FETCHING
+    monkeypatch.undo()
+    await adapters.sweep()
+    assert (await adapters.wait(record)).state == READY
+    await room.close()
+
+
+def test_a_replaced_owner_leaves_the_disk_reserve(tmp_path: Path):
+    """It neither frees its successor's, nor makes one where that has needed it."""
+    left_s = 1.0
+    reserve = DiskReserve(tmp_path / "reserve", lambda: left_s)
+    reserve.reserve()
+    left_s = -1.0
+    reserve.release()
+    assert (tmp_path / "reserve").stat().st_size == RESERVE_BYTES
+    (tmp_path / "reserve").unlink()
+    reserve.reserve()
+    assert not (tmp_path / "reserve").exists()
 
 
 @pytest.mark.parametrize("size", [10, 100_000])

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import OverQuota
+from batchmill.owner_clock import is_over
 from batchmill.store.quotas import over_quota
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import adapters, files, jobs, upload_parts
@@ -26,13 +27,18 @@ RESERVE_BYTES = 4 * 1024 * 1024
 
 
 class DiskReserve:
-    """A file that reserves disk space for recording that the disk is full."""
+    """A file that reserves disk space for recording that the disk is full. It stays while it may be another owner's.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args: owned_s: see `Database.owned_s`.
+    """
+
+    def __init__(self, path: Path, owned_s: Callable[[], float | None] = lambda: None) -> None:
+        self._path, self._owned_s = path, owned_s
 
     def reserve(self) -> None:
         """Allocate the reserve. Without enough space there is none until the next call."""
+        if is_over(self._owned_s()):
+            return
         if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
             return
         fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -45,6 +51,8 @@ class DiskReserve:
 
     def release(self) -> None:
         """Free the reserve."""
+        if is_over(self._owned_s()):
+            return  # nothing can be stored now anyway
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 

@@ -26,6 +26,7 @@ from batchmill.config import Config, DeploymentsEntry
 from batchmill.errors import (
     BatchmillError,
     Conflict,
+    DatabaseUnavailable,
     Forbidden,
     InvalidInput,
     OverQuota,
@@ -389,6 +390,7 @@ class AdapterService:
                 if (task := self._tasks.get(record.id)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
+                    check_left(self._database.owned_s())
                     await asyncio.to_thread(self._discard, self._home / fetching.STAGING / record.id)
             await self._database.write(records.update, removed)
             self._drop(removed)
@@ -466,6 +468,8 @@ class AdapterService:
                 order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
                 report = await self._fetches.fetch(record.project, order, record.token)
             await self._check_space(record, report)
+        except DatabaseUnavailable:
+            raise  # a sweep of the owner repeats the fetch
         except BatchmillError as error:
             log.warning("the adapter %s of %s failed: %s", record.own_name, record.project, error.message)
             await self._write(replace(record, state=FAILED, message=error.message))
@@ -478,6 +482,7 @@ class AdapterService:
         try:
             await self._disk_quota.check(record.project, report.fetched.bytes)
         except OverQuota:
+            check_left(self._database.owned_s())  # a successor may have found room, and uses these files
             await asyncio.to_thread(self._discard, Path(report.fetched.folder))
             raise
 
@@ -491,6 +496,7 @@ class AdapterService:
         """Store a fetched version as ready. If it does not fit its base, it fails and its files are removed."""
         fetched = report.fetched
         if report.flaw:
+            check_left(self._database.owned_s())  # to a successor, with another base, they may have none
             await asyncio.to_thread(self._discard, Path(fetched.folder))
         else:
             await self._stored.publish(Path(fetched.folder))
