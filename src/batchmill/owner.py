@@ -47,7 +47,7 @@ from batchmill.services.adapters.service import AdapterService
 from batchmill.services.data_dirs import salvage as salvaging
 from batchmill.services.data_dirs.backups import Backups, keep_backups
 from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
-from batchmill.services.data_dirs.databases import open_database
+from batchmill.services.data_dirs.databases import describe, open_database
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import Trials, VersionBuilder
@@ -68,6 +68,7 @@ from batchmill.types.connectors import Storage
 log = logging.getLogger("batchmill.owner")
 
 STORED = "batchmill.store.object_files"  # needs obstore
+CLAIM_PREFIX = "batchmill.store.prefix_owner:claim"
 STORE_VARIABLES = ("AWS_*", "GOOGLE_*", "AZURE_*", "STORAGE_EMULATOR_HOST")  # that clients of object stores read
 LEFTOVER_S = 86_400.0  # the command of a preview of this age has ended
 
@@ -158,7 +159,10 @@ async def open_store(config: Config, lock: int, database: Database | None = None
 
 
 async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, database: Database) -> StoredFiles:
-    """Open the object store of `[storage]`. Raises: InvalidConfig if the key file would be lost with the cache."""
+    """Open the object store of `[storage]`.
+
+    Raises: InvalidConfig if the key file would be lost with the cache, or for a prefix of another database.
+    """
     if config.storage.objects is None:
         file_log = FileLog(database, config.data_dir)
         await stack.enter_async_context(file_log.open())
@@ -173,6 +177,7 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
         database, config.data_dir, config.storage.objects, config.storage.cache_bytes,
         has_nodes=config.cluster.executor is not None,
     )  # fmt: skip
+    await require(CLAIM_PREFIX, "[storage] objects")(database, config.storage.objects, describe(config))
     await stored.open()
     stack.push_async_callback(stored.close)
     return stored

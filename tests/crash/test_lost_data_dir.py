@@ -163,15 +163,17 @@ def test_a_store_that_fails(s3: str, tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_removed(s3: str, tmp_path: Path) -> None:
-    """A removed job leaves no object, also where its removal was interrupted and the data directory was lost."""
+    """A removed job leaves no object but the prefix's owner, also where its removal was interrupted and the data
+    directory was lost."""
     with bucket_client(s3, "removed-jobs") as client:
         room = Room(tmp_path, s3, "jobs", "removed-jobs")
         assert room.run(*room.command).returncode == 0
         (job,) = re.findall("job_[0-9a-f]+", room.run(*room.batchmill, "jobs").stdout)
-        assert client.list_objects_v2(Bucket="removed-jobs")["KeyCount"] >= 3
+        assert client.list_objects_v2(Bucket="removed-jobs")["KeyCount"] >= 4
         fired = tmp_path / "removed"
         environment = {**room.environment, "BATCHMILL_FAULT": f"after_remove:1:{fired}"}
         run_until(fired, [*room.batchmill, "jobs", "rm", job], tmp_path, environment)
         lose(room.data_dir)
         room.run(*room.batchmill, "jobs")
-        assert client.list_objects_v2(Bucket="removed-jobs")["KeyCount"] == 0
+        (left,) = client.list_objects_v2(Bucket="removed-jobs")["Contents"]
+        assert left["Key"].endswith("/owner.json")

@@ -30,7 +30,7 @@ def test_a_store_that_can_be_used(s3: str, tmp_path: Path, monkeypatch: pytest.M
     for name, value in s3_environment(s3).items():
         monkeypatch.setenv(name, value)
     rows = list(check_storage(config(tmp_path, key_file=tmp_path / "keys")))
-    assert len(rows) == 5 and all(row.is_ok for row in rows), rows
+    assert len(rows) == 6 and all(row.is_ok for row in rows), rows
     assert [row.name for row in check_storage(config(tmp_path)) if not row.is_ok] == ["key file"]
 
 

@@ -11,7 +11,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError
 from batchmill.optional import require
 from batchmill.services.data_dirs.data_dirs import prepare_data_dir
-from batchmill.services.data_dirs.databases import read_address
+from batchmill.services.data_dirs.databases import open_to_read, read_address
 from batchmill.types.cluster import Check
 
 
@@ -46,10 +46,25 @@ def check_storage(config: Config) -> Iterator[Check]:
         yield Check("key file", False, f"{config.secrets_key} is in the data directory: set secrets.key_file")
     try:
         checks = require("batchmill.store.object_checks", "[storage] objects")
+        is_reached = True
         for name, ok, note in checks.examine(config.storage.objects):
+            is_reached &= ok or name != "object store"
             yield Check(name, ok, note)
+        if is_reached:
+            yield from _check_owner(config, config.storage.objects)
     except BatchmillError as error:
         yield Check("object store", False, error.message)
+
+
+def _check_owner(config: Config, url: str) -> Iterator[Check]:
+    """Whether the prefix of `[storage]` belongs to the database."""
+    examine_owner = require("batchmill.store.prefix_owner:examine", "[storage] objects")
+    engine = open_to_read(config)
+    try:
+        yield Check(*examine_owner(url, engine))
+    finally:
+        if engine is not None:
+            engine.dispose()
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Check]], ...] = (check_data_dir, check_database, check_storage)

@@ -9,6 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
 
 from batchmill.config import Config, DatabaseEntry
 from batchmill.errors import DatabaseOwned, ModelFailed
@@ -31,6 +34,20 @@ def open_backend(entry: DatabaseEntry) -> Any:
     return require("batchmill.store.sql.postgres", "a PostgreSQL database").PostgresBackend(read_address(entry))
 
 
+def open_to_read(config: Config) -> sa.Engine | None:
+    """An engine for the database that changes nothing and needs no ownership; None: there is no database yet.
+
+    Raises: InvalidConfig, ModelFailed.
+    """
+    if config.database.url is not None:
+        postgres = require("batchmill.store.sql.postgres", "a PostgreSQL database")
+        return postgres.create_engine(read_address(config.database), poolclass=sa.pool.NullPool)
+    path = config.data_dir / DATABASE
+    if not path.exists():
+        return None
+    return sa.create_engine(f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true", poolclass=sa.pool.NullPool)
+
+
 def read_address(entry: DatabaseEntry) -> Any:
     """The address of the PostgreSQL database, with its password. Raises: InvalidConfig, ModelFailed."""
     postgres = require("batchmill.store.sql.postgres", "a PostgreSQL database")
@@ -42,6 +59,14 @@ def read_address(entry: DatabaseEntry) -> Any:
             raise type(error)(f"database.password: {error.message}", code=error.code) from None
     assert entry.url is not None, "a configured database"
     return postgres.read_url(entry.url, password)
+
+
+def describe(config: Config) -> str:
+    """Where the database of a configuration is, for people on other machines; without a password."""
+    if config.database.url is None:
+        return f"the database {config.data_dir / DATABASE} on {socket.gethostname()}"
+    postgres = require("batchmill.store.sql.postgres", "a PostgreSQL database")
+    return postgres.place_of(read_address(config.database))
 
 
 def process_name() -> str:

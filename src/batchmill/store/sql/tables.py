@@ -484,6 +484,13 @@ stored_files = Table(  # the files and folders of the data directory that are ke
     Column("bytes", BigInteger, nullable=False),
 )
 
+ledger = Table(  # one row, once an object store is used; see store.prefix_owner
+    "ledger",
+    metadata,
+    Column("id", String(32), primary_key=True),  # random: other databases have others
+    Column("objects", Text),  # the URL of the prefix that it has claimed
+)
+
 unnamed_objects = Table(  # being written, or to be deleted
     "unnamed_objects",
     metadata,

@@ -27,6 +27,7 @@ def upgrade() -> None:
         _jobs_indexes,
         _keys,
         _late_calls,
+        _ledger,
         _llm_deployments,
         _logged_files,
         _model_groups,
@@ -281,6 +282,15 @@ def _late_calls() -> None:
     )
     op.create_index("late_calls_by_due", "late_calls", ["due"], unique=False)
     op.create_index("late_calls_by_project", "late_calls", ["project"], unique=False)
+
+
+def _ledger() -> None:
+    op.create_table(
+        "ledger",
+        sa.Column("id", text(32), nullable=False),
+        sa.Column("objects", text(), nullable=True),
+        sa.PrimaryKeyConstraint("id"),
+    )
 
 
 def _llm_deployments() -> None:
