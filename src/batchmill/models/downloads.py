@@ -123,7 +123,8 @@ class Downloads:
         """Download a file, or the rest of it. It is durable when this returns.
 
         Args:
-            check_size: raises an error for a file of so many bytes, which ends the download.
+            check_size: raises an error for a file of so many bytes, which ends the download; called before each change
+                of a file.
             time_s: for all attempts together.
 
         Raises: StorageFull.
@@ -287,6 +288,7 @@ class _Fetching:
         size = self.known.size_bytes
         if size is not None and self._bytes != size:
             raise _Broken(f"the reply ended after {self._bytes:,} of {size:,} bytes")
+        self._check_size(self._bytes)
         self.known.size_bytes, self.known.is_complete = self._bytes, True
         with self._file_errors():
             os.fsync(self._fd)

@@ -6,7 +6,6 @@ The library finds the token by itself: in HF_TOKEN, or where `hf auth login` sto
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,10 +52,10 @@ def read_size(file: HubFile) -> int:
         return get_hf_file_metadata(url, timeout=INFO_S).size or 0
 
 
-def fetch(file: HubFile, target: Path, work: Path) -> None:
-    """Download a file at a commit. It has its name once it is complete and durable; without a bound.
+def fetch(file: HubFile, work: Path) -> Path:
+    """Download a file at a commit, without a bound. Returns where it is, complete and durable, in the folder `work`.
 
-    Args: work: the folder in which it is written. The library goes on with what an earlier attempt left there.
+    The library goes on with what an earlier attempt left there.
     Raises: as `list_files`.
     """
     disable_progress_bars()
@@ -68,8 +67,7 @@ def fetch(file: HubFile, target: Path, work: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    done.replace(target)
-    shutil.rmtree(work)
+    return done
 
 
 @contextmanager

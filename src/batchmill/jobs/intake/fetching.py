@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.datasets import formats, inflate, layout, sources
+from batchmill.datasets.folders import Folder, Home, folder_of
 from batchmill.datasets.formats import FIRST_BYTES_MAX, FORMATS, MAGIC, kind
 from batchmill.datasets.orders import check_disk
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidInput, OverQuota, TooLarge
@@ -55,7 +56,7 @@ class Bounds(Struct, frozen=True):
 class Fetched(Struct, frozen=True):
     """The inputs of a dataset once they are on this machine. `sources`: path -> the file as its caller named it."""
 
-    home: Path
+    folder: Folder
     paths: list[str]
     sources: dict[str, SealedFile]
 
@@ -73,7 +74,7 @@ class Fetched(Struct, frozen=True):
         if not self.sources:
             return report
         seal = replace(report.seal, sources=[self.sources.get(each.path, each) for each in report.seal.sources])
-        layout.write_seal(self.home, seal)
+        layout.write_seal(self.folder, seal)
         shown_seal = replace(seal, files=[self.sources.get(each.path, each) for each in seal.files])
         problems = [
             replace(each, path=self._url_of(each.path), message=self.as_named(each.message)) for each in report.problems
@@ -86,8 +87,8 @@ class Fetched(Struct, frozen=True):
     def tidy(self) -> None:
         """Remove the files that no row is read from, once the dataset is planned."""
         if self.sources:
-            kept = {file.path for file in msgspec.json.decode((self.home / layout.SEAL).read_bytes(), type=Seal).files}
-            _remove(self.home, kept)
+            kept = {file.path for file in msgspec.json.decode(self.folder.read(layout.SEAL), type=Seal).files}
+            _remove(self.folder.on_disk(), kept)
 
 
 def clear(home: Path) -> None:
@@ -136,21 +137,24 @@ def hub_variables(spec: DatasetSpec) -> dict[str, str]:
     return chosen(os.environ, HUB_VARIABLES) if any(map(is_hub_url, spec.paths)) else {}
 
 
-def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[float], None]) -> Fetched:
+def fetch(spec: DatasetSpec, home: Home, bounds: Bounds, progress: Callable[[float], None]) -> Fetched:
     """Fetch the inputs that lie elsewhere into `home`, or the rest of them. Returns at once if there are none.
+
+    The folder is asked before each change of a file whether it may be made: a download may outlast the owner's term.
 
     Raises: InvalidInput, StorageFailed, StorageFull, TooLarge, OverQuota.
     """
+    folder = folder_of(home)
     wanted = [number for number, path in enumerate(spec.paths) if is_fetched(path)]
     paths, named, before = list(spec.paths), {}, 0
     deadline = time.monotonic() + bounds.time_s
     for at, number in enumerate(wanted):
         url = spec.paths[number]
-        target = home / (layout.FETCHED.replace("*", f"{number:06d}") + _suffixes(url))
+        target = folder.on_disk() / (layout.FETCHED.replace("*", f"{number:06d}") + _suffixes(url))
 
         def check_size(size_bytes: int, before: int = before) -> None:
             _check_size(spec, bounds, before + size_bytes)
-            check_disk(home)
+            check_disk(folder.on_disk())
 
         def show(share: float, at: int = at) -> None:
             progress((at + share) / len(wanted))
@@ -164,7 +168,7 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
             size_bytes, etag = done.size_bytes, done.etag
         paths[number], named[str(target)] = str(target), SealedFile(url, size_bytes, 0, 0, etag)
         before += size_bytes
-    return Fetched(home, paths, named)
+    return Fetched(folder, paths, named)
 
 
 def _check_size(spec: DatasetSpec, bounds: Bounds, size_bytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def fetch(file: HubFile, target: Path, time_s: float, check_size: CheckSize) -> 
 
     Args:
         time_s: for all of it.
-        check_size: raises an error for a file of so many bytes, which ends the download.
+        check_size: raises an error for a file of so many bytes, which ends the download; called before the file gets
+            its name.
 
     Raises: InvalidInput without the library; InvalidDataset, AuthRefused; StorageFailed.
     """
@@ -50,18 +52,20 @@ async def _fetch(file: HubFile, target: Path, time_s: float, check_size: CheckSi
             child = await Child.start(of_helpers(os.environ) | chosen(os.environ, HUB_VARIABLES))
             try:
                 check_size(int(await child.run(f"{__name__}:read_size_offloaded", order, lambda _: None)))
-                await _run_watched(child, order, file, target, check_size)
+                done = await _run_watched(child, order, file, target, check_size)
             finally:
                 await child.end()
     except TimeoutError:
         raise _failed(file, f"was not downloaded in time ({time_s:,.0f} s were left for it)") from None
-    size_bytes = target.stat().st_size
+    size_bytes = done.stat().st_size
     check_size(size_bytes)
+    done.replace(target)
+    shutil.rmtree(_work_folder(target))
     return size_bytes
 
 
-async def _run_watched(child: Child, order: bytes, file: HubFile, target: Path, check_size: CheckSize) -> None:
-    """Download, as long as there is progress and the size is allowed."""
+async def _run_watched(child: Child, order: bytes, file: HubFile, target: Path, check_size: CheckSize) -> Path:
+    """Download, as long as there is progress and the size is allowed. Returns where the file is."""
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(child.run(f"{__name__}:fetch_offloaded", order, lambda _: None))
     written, at = _written(target), loop.time()
@@ -73,7 +77,7 @@ async def _run_watched(child: Child, order: bytes, file: HubFile, target: Path, 
                 written, at = now, loop.time()
             elif loop.time() - at >= STALL_S:
                 raise _failed(file, f"was not downloaded: nothing came for {STALL_S:,.0f} s")
-        await work
+        return Path(os.fsdecode(await work))
     finally:
         work.cancel()
         await asyncio.wait([work])
@@ -112,6 +116,5 @@ def read_size_offloaded(order: bytes, progress: Callable[[float], None]) -> byte
 def fetch_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: download the file."""
     wanted = msgspec.json.decode(order, type=_Order)
-    target = Path(wanted.target)
-    require("batchmill.models.hub_datasets:fetch", HUB_PURPOSE, InvalidInput)(wanted.file, target, _work_folder(target))
-    return b""
+    fetch_file = require("batchmill.models.hub_datasets:fetch", HUB_PURPOSE, InvalidInput)
+    return os.fsencode(fetch_file(wanted.file, _work_folder(Path(wanted.target))))

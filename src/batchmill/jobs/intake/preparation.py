@@ -168,10 +168,9 @@ def _sealed(
     keep: KeepMedia | None,
 ) -> tuple[SealReport, Fetched]:  # fmt: skip
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
-    home = folder.path
-    fetched = Fetched(home, order.dataset.paths, {})
+    fetched = Fetched(folder, order.dataset.paths, {})
     try:
-        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE))
+        fetched = fetching.fetch(order.dataset, folder, bounds, lambda share: progress(share * FETCH_SHARE))
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
