@@ -10,8 +10,9 @@ import pytest
 import sqlalchemy as sa
 from file_room import JOB, FileRoom
 
-from batchmill.errors import Gone, UnknownName
+from batchmill.errors import Gone, LedgerBroken, UnknownName
 from batchmill.jobs.ledger import records as job_records
+from batchmill.services.files import files as files_module
 from batchmill.services.files.files import FileService
 from batchmill.services.files.job_results import result_id
 from batchmill.states import JobState
@@ -220,6 +221,22 @@ async def test_an_end_whose_second_result_cannot_be_linked(room, monkeypatch):
     assert room.files.arrivals.ids == set() and (await room.files.list("one"))[0] == []
     output, errors = await room.files.adopt_results(view)
     assert (await room.read(output), await room.read(errors)) == (b"results.jsonl 0\n", b"results.errors.jsonl 0\n")
+
+
+@pytest.mark.parametrize("failing", ["link", "insert"])
+async def test_ends_that_fail_leave_no_arrivals(room, monkeypatch, failing):
+    """Whatever fails: a long-lived server would remember the results of every such job."""
+    await room.ended_job()
+    record = dict(await room.database.read(job_records.find, JOB)) | {"rows_ok": 1}
+
+    def fail(*_: object) -> None:
+        raise LedgerBroken("the database is not what it was")
+
+    target = (room.log, "link") if failing == "link" else (files_module, "_insert_result")
+    monkeypatch.setattr(*target, fail)
+    with pytest.raises(LedgerBroken):
+        await room.database.write(_end, room.files, record)
+    assert room.files.arrivals.ids == set() and room.files._ending == {}
 
 
 async def test_a_result_that_is_deleted_as_its_job_ends(room):

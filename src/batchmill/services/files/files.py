@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import ServerEntry
-from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, TermOver, UnknownName
+from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.part_files import link_over, sync_folder
@@ -282,14 +282,15 @@ class FileService:
         try:
             for file_id, path in found:
                 results[file_id] = self._adopted(view, file_id, path, log.link(db, Path(path), self.home / file_id))
-        except (OSError, TermOver) as error:
+            for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
+                _insert_result(db, result)
+            faults.point("in_adoption")
+        except OSError:
             self.arrivals.end(ids)
-            if isinstance(error, TermOver):
-                raise
             return  # as above, or says why they cannot be
-        for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
-            _insert_result(db, result)
-        faults.point("in_adoption")
+        except BaseException:  # of the database, or the term is over: the transaction fails, and `_changed` knows none
+            self.arrivals.end(ids)
+            raise
         self._ending[view.id] = AdoptedResults(view.generation, view.state, files_of_job.chosen(results))
 
     def _changed(self, changes: Changes) -> None:
