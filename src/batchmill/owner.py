@@ -41,7 +41,8 @@ from batchmill.models.worker_environment import chosen, of_placed_worker, of_wor
 from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
 from batchmill.owner_clock import is_over
-from batchmill.ports import Clock, ClusterExecutor, Executor
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import ClusterExecutor, Executor
 from batchmill.prepared import PreparedProcesses
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.data_dirs import salvage as salvaging

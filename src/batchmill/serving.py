@@ -19,7 +19,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, DatabaseOwned, DatabaseUnavailable, InvalidConfig
 from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
 from batchmill.owner_clock import is_over
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate, Hosts, is_loopback

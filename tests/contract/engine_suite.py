@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 
 from batchmill.errors import BatchmillError
-from batchmill.ports import Engine
+from batchmill.ports.engines import Engine
 from batchmill.types import EngineStats, LiveHead, LiveRequest, Outcome, Row
 from batchmill.wire.rows.forms import OpenAIForm
 

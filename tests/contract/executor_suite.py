@@ -13,7 +13,7 @@ import pytest
 
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
-from batchmill.ports import Executor, WorkerHandle
+from batchmill.ports.executors import Executor, WorkerHandle
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.segments.format import read_ref
 from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec, SegmentPlace

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from batchmill.ports import SegmentSink, SegmentSource
+from batchmill.ports.storage import SegmentSink, SegmentSource
 from batchmill.store.segments import format as segments
 from batchmill.store.segments.format import BlockMeta, BlockRows
 from batchmill.types import SegmentRef, Usage

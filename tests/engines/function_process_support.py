@@ -38,7 +38,7 @@ async def running(spec: ModelSpec, home: Path) -> AsyncIterator[FunctionEngine]:
 
 
 class Answers:
-    """`ports.Answering` that lets a test wait for one answer."""
+    """`ports.engines.AnswerSink` that lets a test wait for one answer."""
 
     def __init__(self, engine: FunctionEngine) -> None:
         self._engine = engine

@@ -29,7 +29,7 @@ FAST: dict[str, str | int | float | bool | None] = {
 
 
 class HeldLease:
-    """A `ports.LeaseHandle` of a test. `die` makes it a killed worker's: no note is taken any more."""
+    """A `ports.engines.LeaseHandle` of a test. `die` makes it a killed worker's: no note is taken any more."""
 
     def __init__(
         self, rows: int, notes: dict[str, bytes] | None = None, *, ending: str = "", over: str = "",

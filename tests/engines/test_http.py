@@ -18,7 +18,7 @@ from fakes.openai_service import CUT, HANG, RESET, STALL, Answer, OpenAIService,
 from batchmill.engines.remote.http import HttpEngine
 from batchmill.engines.retry import REPLY_BYTES_MAX
 from batchmill.errors import AuthRefused, JobPaused, ModelFailed, QuotaExhausted
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Limits, ModelSpec, Outcome, Row, Usage
 from batchmill.wire.rows.forms import TableForm

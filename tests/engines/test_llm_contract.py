@@ -9,7 +9,7 @@ from contract.engine_suite import EngineSuite, chat_request, chat_row
 from llm_support import FakeVllm
 
 from batchmill.engines.llm.engine import LlmEngine
-from batchmill.ports import Engine
+from batchmill.ports.engines import Engine
 from batchmill.types import LiveRequest, Row
 
 

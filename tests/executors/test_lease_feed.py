@@ -19,7 +19,7 @@ from batchmill.errors import AuthRefused
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
-from batchmill.ports import Columns, LeaseFeed
+from batchmill.ports.engines import Columns, LeaseFeed
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import SegmentHead
 from batchmill.types import ColumnBlock, DatasetSpec, Lease, ModelSpec, Price, Row

@@ -18,7 +18,7 @@ from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.row_rate import MEASURE_S
 from batchmill.models import redaction
-from batchmill.ports import SegmentSink
+from batchmill.ports.storage import SegmentSink
 from batchmill.store.segments import blocks
 from batchmill.store.segments.blocks import CarriedSegment
 from batchmill.store.segments.files import SegmentFile, SegmentFolder

@@ -12,7 +12,7 @@ from batchmill.config import RetentionEntry
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.service import JobService
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 
 JOB = "job_" + "2" * 20
 

@@ -15,7 +15,9 @@ from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
-from batchmill.ports import Adapters, Clock, Executor
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import Executor
+from batchmill.ports.jobs import Adapters
 from batchmill.store.disk_room import DiskQuota
 from batchmill.store.file_log import FileLog
 from batchmill.store.stored_files import LocalFiles

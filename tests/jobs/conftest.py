@@ -11,7 +11,8 @@ from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake.adapters import NoAdapters
 from batchmill.jobs.service import JobService
-from batchmill.ports import Adapters, Clock
+from batchmill.ports.clock import Clock
+from batchmill.ports.jobs import Adapters
 from batchmill.types import ProjectQuotas
 
 

@@ -23,7 +23,7 @@ FIRST, SECOND = Provision({"secret:service": "first"}), Provision({"secret:servi
 
 
 class Secrets:
-    """`ports.Provisions` whose answer a test sets; None: a secret is missing."""
+    """`ports.executors.Provisions` whose answer a test sets; None: a secret is missing."""
 
     def __init__(self) -> None:
         self.now: Provision | None = FIRST

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from contract.segment_suite import SegmentSuite, block, rows_at
 
-from batchmill.ports import SegmentSink, SegmentSource
+from batchmill.ports.storage import SegmentSink, SegmentSource
 from batchmill.store.segments import blocks as segment_blocks
 from batchmill.store.segments import format as segments
 from batchmill.store.segments.blocks import CarriedSegment, open_segments

@@ -12,7 +12,7 @@ from contract.segment_suite import SegmentSuite, block, rows_at
 from batchmill.checksums import checksum
 from batchmill.errors import StorageFailed
 from batchmill.jobs.intake.reuse_results import ResultFiles
-from batchmill.ports import SegmentSink, SegmentSource
+from batchmill.ports.storage import SegmentSink, SegmentSource
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import files as segment_files
 from batchmill.store.segments import objects as segment_objects

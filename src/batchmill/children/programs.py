@@ -19,7 +19,7 @@ from msgspec import Struct
 from batchmill.children.bounds import ResourceLimits
 from batchmill.children.offload import CHILD_DIED, Child, Warm
 from batchmill.errors import BatchmillError, RateLimited, TooComplex
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 
 PLACES = max(2, min(4, os.cpu_count() or 2))  # children at work at once
 WAITING_MAX = 1000  # pieces of one project that wait

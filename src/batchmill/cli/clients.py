@@ -160,7 +160,7 @@ class OwnerJobs(JobsClient):
         await self._client.call(calls.typed_request(operations.SHOW_CLUSTER, brief=True))
 
     async def partial(self, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
-        """As `ports.Jobs.partial`: the caller removes the file."""
+        """As `ports.jobs.Jobs.partial`: the caller removes the file."""
         query = {"is_numbered": is_numbered or None, "sampled": sampled or None}
         return (await self._client.call(calls.typed_request(operations.PARTIAL, job_id, **query))).path
 

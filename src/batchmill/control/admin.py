@@ -25,7 +25,9 @@ from batchmill.control.operations import (
     ShowCluster,
 )
 from batchmill.errors import InvalidInput
-from batchmill.ports import Clock, ClusterExecutor, Executor, Jobs
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import ClusterExecutor, Executor
+from batchmill.ports.jobs import Jobs
 from batchmill.services.keys import KeyService, key_info
 from batchmill.services.remote.connectors import unknown_connector
 from batchmill.services.remote.remote_services import RemoteServices

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from batchmill.ports import Engine
+from batchmill.ports.engines import Engine
 from batchmill.types import ModelSpec
 from batchmill.types.engine_traits import traits_of
 

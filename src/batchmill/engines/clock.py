@@ -1,4 +1,4 @@
-"""The system clock: `ports.Clock`. On a node of a cluster it gives the time of the owner's machine.
+"""The system clock: `ports.clock.Clock`. On a node of a cluster it gives the time of the owner's machine.
 
 A node's own clock may be wrong, and what workers say of times is compared with those of the owner and of other nodes.
 """

@@ -23,7 +23,7 @@ from batchmill.models import secrets
 from batchmill.models.addresses import Private, read_url
 from batchmill.models.downloads import failure_of
 from batchmill.models.guarded_http import CONNECT_S, GuardedHttp, refusal_of
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import FetchedPart
 from batchmill.wire.input_urls import shown
 

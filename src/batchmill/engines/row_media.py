@@ -20,7 +20,7 @@ from batchmill.engines.media_copies import CopyReader
 from batchmill.engines.media_places import Places
 from batchmill.engines.media_urls import MediaUrls, too_large
 from batchmill.function_runtime.frames import share_freed_memory
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import HEAD_BYTES, encoded_bytes, type_for

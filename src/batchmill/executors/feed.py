@@ -20,7 +20,7 @@ from batchmill.executors.fair_queue import FairQueue, JobQueue
 from batchmill.executors.leases import Allowance, Held
 from batchmill.executors.read_ahead import Block, ReadAhead, line_end, rows_of
 from batchmill.executors.row_rate import RowRate
-from batchmill.ports import Columns
+from batchmill.ports.engines import Columns
 from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
 from batchmill.types.connectors import RemoteJob
 from batchmill.wire.messages import Grant, unpack_u32
@@ -187,11 +187,11 @@ class GrantFeed:
         self._wake()
 
     def hold_back(self, projects: frozenset[str]) -> None:
-        """See `ports.ProjectFeed`."""
+        """See `ports.engines.ProjectFeed`."""
         self._hold(projects, self._held_jobs, self._slow_jobs)
 
     def hold_jobs(self, jobs: frozenset[str]) -> None:
-        """See `ports.JobFeed`."""
+        """See `ports.engines.JobFeed`."""
         self._hold(self._held_back, jobs, self._slow_jobs)
 
     def hold_answers(self, jobs: frozenset[str]) -> None:
@@ -295,7 +295,7 @@ class GrantFeed:
     async def take_block(
         self, n: int, columns: Columns | None = None, *, may_be_again: bool = False
     ) -> Block | None:  # fmt: skip
-        """See `ports.BlockFeed`. `may_be_again`: return None also when rows are to be asked for again."""
+        """See `ports.engines.BlockFeed`. `may_be_again`: return None also when rows are to be asked for again."""
         self._measure(n)
         while not (may_be_again and self._may_ask_again()):
             block = self._take_now(n, columns)
@@ -373,7 +373,7 @@ class GrantFeed:
         return queued.next, min(queued.next + n, len(queued.numbers))
 
     async def take_noted(self, n: int) -> list[Row]:
-        """See `ports.LeaseFeed`."""
+        """See `ports.engines.LeaseFeed`."""
         while True:
             noted = [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]
             noted.sort(key=lambda lane: -lane.priority)

@@ -15,7 +15,7 @@ from batchmill import faults
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow, JobPaused
 from batchmill.owner_clock import check_left
-from batchmill.ports import SegmentSink
+from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments.format import BlockRows
 from batchmill.types import (
@@ -327,7 +327,7 @@ class LeaseHost(Protocol):
 
 
 class Held(Struct, eq=False):
-    """A lease held by this worker: `ports.LeaseHandle`. Rows carry it as `row.lease`."""
+    """A lease held by this worker: `ports.engines.LeaseHandle`. Rows carry it as `row.lease`."""
 
     lease: Lease
     job: OpenJob
@@ -380,7 +380,7 @@ class Held(Struct, eq=False):
         return self.noted
 
     async def note(self, key: str, data: bytes) -> None:
-        """See `ports.LeaseHandle`. Once it returns, all earlier outcomes have been counted."""
+        """See `ports.engines.LeaseHandle`. Once it returns, all earlier outcomes have been counted."""
         result = (
             REFUSED
             if self.lease_host is None or self.stale or self.is_left
@@ -397,19 +397,19 @@ class Held(Struct, eq=False):
             self.noted.pop(key, None)
 
     def count_misfits(self, tag: str, misfits: Mapping[int, Usage]) -> None:
-        """See `ports.LeaseHandle`."""
+        """See `ports.engines.LeaseHandle`."""
         if self.lease_host is not None and not (self.stale or self.is_left):
             self.lease_host.count_misfits(self, tag, misfits)
         if self.stale or self.is_left:
             raise self._lost()
 
     def spend(self, row: Row, usage: Usage) -> None:
-        """See `ports.LeaseHandle`."""
+        """See `ports.engines.LeaseHandle`."""
         if self.job.allowance is not None:
             self.job.allowance.spend(row, usage)
 
     async def reserve(self, rows: Sequence[Row]) -> int:
-        """See `ports.LeaseHandle`."""
+        """See `ports.engines.LeaseHandle`."""
         return len(rows) if self.job.allowance is None else await self.job.allowance.reserve_again(rows)
 
     def _lost(self) -> JobPaused:

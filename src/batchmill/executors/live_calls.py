@@ -13,7 +13,7 @@ from msgspec import Struct
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.models import redaction
 from batchmill.models.redaction import Scrubber
-from batchmill.ports import CallEngine, Engine
+from batchmill.ports.engines import CallEngine, Engine
 from batchmill.types import FunctionRequest, LiveHead
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.messages import (
@@ -124,7 +124,7 @@ REPLY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # leaves space for the rest of 
 
 
 class Calling:
-    """A `ports.Answering` that sends replies to the owner.
+    """A `ports.engines.AnswerSink` that sends replies to the owner.
 
     Args:
         engine: a started engine. Calls of an engine without `call` are refused.
@@ -156,7 +156,7 @@ class Calling:
             self._ended.set()
 
     def put(self, reply: FunctionReply) -> None:
-        """See `ports.Answering`."""
+        """See `ports.engines.AnswerSink`."""
         if reply.id not in self._open:
             return
         self._open.discard(reply.id)

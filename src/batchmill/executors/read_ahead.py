@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from batchmill.ports import Columns
+from batchmill.ports.engines import Columns
 from batchmill.types import ColumnBlock, RowBlock
 
 Block = RowBlock | ColumnBlock

@@ -15,7 +15,7 @@ from batchmill import faults
 from batchmill.errors import JobPaused
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
-from batchmill.ports import SegmentSink
+from batchmill.ports.storage import SegmentSink
 from batchmill.store.segments.format import BlockMeta, BlockRows, error_meta, frame, frame_columns, frame_lines
 from batchmill.store.sql.positions import pack_parts
 from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
@@ -188,7 +188,7 @@ class Recorder:
         self._schedule(held)
 
     def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
-        """See `ports.BlockSink`."""
+        """See `ports.engines.BlockSink`."""
         held: Held = block.lease
         held.undone -= len(block.numbers)
         self._buffered.pop(id(held), None)

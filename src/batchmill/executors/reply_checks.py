@@ -69,7 +69,7 @@ class ReplyChecks:
         self.put_block = recorder.put_block
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
-        """See `ports.Sink`."""
+        """See `ports.engines.Sink`."""
         final: list[Outcome] = []
         for outcome in outcomes:
             checked, flaws = self._check(outcome)
@@ -120,7 +120,7 @@ class ReplyChecks:
     async def put_or_return(
         self, outcomes: Iterable[Outcome], stopping: asyncio.Future[None]
     ) -> tuple[list[Outcome], list[Outcome]]:
-        """See `ports.CheckingSink`."""
+        """See `ports.engines.CheckingSink`."""
         checked = [self._check(outcome) for outcome in outcomes]
         verdicts = await self._verdicts([found for found, _ in checked], stopping)
         final: list[Outcome] = []
@@ -168,7 +168,7 @@ class ReplyChecks:
         return await validators.checked(checked.row.form.schema, checked.answer or b"", together)
 
     async def as_returned(self, outcome: Outcome) -> Outcome:
-        """See `ports.CheckingSink`."""
+        """See `ports.engines.CheckingSink`."""
         schema: OutputSchema = outcome.row.form.schema
         text, _ = ("", ()) if outcome.body is None else text_and_flaws_of(outcome.body)
         found = self._fit(outcome, schema, text, ())
@@ -245,7 +245,7 @@ class _Misfit(Struct, frozen=True):
     may_be_asked: bool
 
     def returned(self) -> Outcome:
-        """For `ports.CheckingSink`, whose engine counts the usage itself."""
+        """For `ports.engines.CheckingSink`, whose engine counts the usage itself."""
         row = self.outcome.row
         answer = EarlierAnswer(self.text, self.problems, Usage())
         return replace(self.outcome, row=replace(row, earlier=(*row.earlier, answer)))

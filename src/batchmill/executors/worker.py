@@ -38,7 +38,8 @@ from batchmill.models import redaction, secrets, worker_environment
 from batchmill.object_store.credentials import has_credentials, joined
 from batchmill.optional import require
 from batchmill.owner_clock import now_s
-from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine, SegmentSink
+from batchmill.ports.engines import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
+from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments.blocks import CarriedSegments
 from batchmill.store.segments.files import SegmentFile

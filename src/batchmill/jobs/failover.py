@@ -11,7 +11,7 @@ from batchmill.jobs.intake import orders, routing
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.pools.job_run import JobRun
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.store.sql.database import Database
 from batchmill.types import ModelSpec

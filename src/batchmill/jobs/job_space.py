@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.config.entries import ProjectEntry
-from batchmill.ports import NodeTasks
+from batchmill.ports.executors import NodeTasks
 from batchmill.store.disk_room import DiskQuota
 from batchmill.store.stored_files import LocalFiles, StoredFiles
 

@@ -20,7 +20,7 @@ from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.object_store.urls import is_object_url
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.store.disk_room import DiskQuota, DiskReserve
 from batchmill.store.sql.database import Database

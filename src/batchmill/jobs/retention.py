@@ -30,7 +30,7 @@ from batchmill.jobs.ledger.files import RESULTS, JobFiles, result_exists
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.jobs.results.results import STORED, errors_path, stored_name
 from batchmill.part_files import PartFile, sync_folder
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
 from batchmill.store.disk_room import bytes_in

@@ -14,7 +14,9 @@ from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.turns import Turns
-from batchmill.ports import Adapters, Clock, NodeTasks
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import NodeTasks
+from batchmill.ports.jobs import Adapters
 from batchmill.store.disk_room import DiskQuota, DiskReserve
 from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import StoredFiles

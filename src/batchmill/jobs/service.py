@@ -1,4 +1,4 @@
-"""JobService: the only entrance to jobs, in the owner of the data directory. `ports.Jobs` documents it.
+"""JobService: the only entrance to jobs, in the owner of the data directory. `ports.jobs.Jobs` documents it.
 
 `Submissions` make jobs of orders, `Transitions` change them, and a `JobRunner` runs each. Here they are put together,
 and here jobs are looked at.
@@ -38,7 +38,8 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.submissions import Submissions
 from batchmill.jobs.transitions import Transitions
 from batchmill.jobs.turns import Turns
-from batchmill.ports import Adapters, Clock, Live
+from batchmill.ports.clock import Clock
+from batchmill.ports.jobs import Adapters, Live
 from batchmill.store.disk_room import DiskReserve
 from batchmill.store.sql.transactions import Record
 from batchmill.types import (

@@ -40,8 +40,8 @@ class Submissions:
         self._running: set[asyncio.Task[None]] = set()
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled: the caller
-        waits for that, because it holds the files that are read meanwhile.
+        """As `ports.jobs.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled: the
+        caller waits for that, because it holds the files that are read meanwhile.
         """
         answer: Answer = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._answer(settled(order, self._space.projects), answer))

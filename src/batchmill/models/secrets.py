@@ -61,7 +61,7 @@ def version() -> int:
 
 
 class NoSecrets:
-    """A `ports.Provisions` without secrets: a worker that needs one fails because it is missing."""
+    """A `ports.executors.Provisions` without secrets: a worker that needs one fails because it is missing."""
 
     async def of(self, model: ModelSpec) -> Provision:
         return Provision()

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated, Unavailable
 from batchmill.models import addresses
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.admission_control import Proxies
 from batchmill.services.keys import ANYBODY
 from batchmill.services.token_buckets import TokenBuckets

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from batchmill.children.programs import Programs
 from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownName
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.admission_control import Admission, RequestSlot

@@ -26,7 +26,8 @@ from batchmill.errors import InvalidConfig
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.optional import require
-from batchmill.ports import Clock, Jobs
+from batchmill.ports.clock import Clock
+from batchmill.ports.jobs import Jobs
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.http import HttpRoot
 from batchmill.services.live_calls import LiveCall

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.replies import date, security_headers
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -12,7 +12,7 @@ import socket
 import msgspec
 
 from batchmill.errors import BatchmillError
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.auth import token_of
 from batchmill.services.keys import KeyService
 from batchmill.store.sql.database import Database

@@ -18,7 +18,7 @@ import batchmill
 from batchmill.errors import BatchmillError
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.jobs.service import JobService
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.auth import Gate
 from batchmill.server.metrics import CONTENT_TYPE
 from batchmill.server.operations import Call, Content, Operation, json_reply

@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp
 
 import batchmill
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.access_log import RequestRecord
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent

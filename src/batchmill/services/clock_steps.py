@@ -6,7 +6,7 @@ import logging
 
 import sqlalchemy as sa
 
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.store.sql.database import Database
 
 log = logging.getLogger("batchmill.server")

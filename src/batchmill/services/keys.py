@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from batchmill.config import PROJECT_NAME, SERVER_MAX
 from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import keys

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import InvalidConfig, Refused
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.database import Database

@@ -15,7 +15,8 @@ from msgspec import Struct
 from batchmill.datasets import bodies
 from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownName
 from batchmill.models.paths import answers
-from batchmill.ports import Clock, Live
+from batchmill.ports.clock import Clock
+from batchmill.ports.jobs import Live
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import ModelKind, ServedModel
 from batchmill.store.stored_files import LocalFiles, StoredFiles
@@ -70,7 +71,7 @@ class LiveCalls:
         """Answer a request. Returns the head and the body piece by piece. Close the iterator to end the call early.
 
         Raises: UnknownName (`unknown_url`, `model_not_found`), InvalidRow for a body that does not fit the path,
-        and what `ports.Live.predict` raises.
+        and what `ports.jobs.Live.predict` raises.
         """
         served, stream = self._resolve(caller, url, body)
         request = request_of(served, url, body, stream=stream)

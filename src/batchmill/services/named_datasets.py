@@ -31,7 +31,7 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, Refused, UnknownName
 from batchmill.jobs.intake import preview
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.files.files import FileService, checked_filename
 from batchmill.services.files.incoming import run_to_completion
 from batchmill.services.files.records import FileRecord

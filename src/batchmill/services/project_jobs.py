@@ -19,7 +19,7 @@ from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.intake import preview
 from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.pools.resources import hide_names
-from batchmill.ports import Jobs
+from batchmill.ports.jobs import Jobs
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.files.files import FileService, Result
 from batchmill.services.trace_context import traceparent
@@ -66,7 +66,7 @@ class ProjectJobs:
         self._results: OrderedDict[tuple[str, int, str], ResultIds] = OrderedDict()
 
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
-        """As `ports.Jobs.submit`, for the caller's project."""
+        """As `ports.jobs.Jobs.submit`, for the caller's project."""
         order = msgspec.structs.replace(order, project=caller.project)
         if order.origin is not None and (trace := traceparent.get()) is not None:
             order = msgspec.structs.replace(order, origin=order.origin | {"traceparent": trace})
@@ -111,7 +111,7 @@ class ProjectJobs:
                 self._remember(view, found[view.id])
 
     async def watch(self, caller: Caller, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
-        """As `ports.Jobs.watch`."""
+        """As `ports.jobs.Jobs.watch`."""
         await self._find_own(caller, job_id)
         async for view in self._jobs.watch(job_id, interval_s):
             yield (await self._with_results(view))[0]
@@ -129,7 +129,7 @@ class ProjectJobs:
         return (await self._with_results(await self._jobs.cancel(job_id)))[0]
 
     async def retry(self, caller: Caller, job_id: str, change: RetryChange = RetryChange()) -> JobView:
-        """As `ports.Jobs.retry`. Raises: UnknownName for a model or adapter that the caller may not use."""
+        """As `ports.jobs.Jobs.retry`. Raises: UnknownName for a model or adapter that the caller may not use."""
         await self._find_own(caller, job_id)
         named = change.model or change.adapter
         model = None if named is None else self.directory.for_job(caller, named)
@@ -140,7 +140,7 @@ class ProjectJobs:
         return await self._jobs.fail_rows(job_id)
 
     async def remove(self, caller: Caller, job_id: str) -> JobView:
-        """As `ports.Jobs.remove`. Stores who removed the job."""
+        """As `ports.jobs.Jobs.remove`. Stores who removed the job."""
         view = await self._find_own(caller, job_id)
         return await self._jobs.remove(view.id, caller.in_words)
 
@@ -149,7 +149,7 @@ class ProjectJobs:
         return await self._jobs.amend(job_id, change)
 
     async def count_reused(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
-        """As `ports.Jobs.count_reused`."""
+        """As `ports.jobs.Jobs.count_reused`."""
         return await self._jobs.count_reused(spec, dataset, plan)
 
     async def explain(self, caller: Caller, job_id: str) -> Wait:
@@ -159,17 +159,17 @@ class ProjectJobs:
         return msgspec.structs.replace(wait, reasons=reasons)
 
     async def partial(self, caller: Caller, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
-        """As `ports.Jobs.partial`: the caller removes the file."""
+        """As `ports.jobs.Jobs.partial`: the caller removes the file."""
         await self._find_own(caller, job_id)
         return await self._jobs.partial(job_id, is_numbered=is_numbered, sampled=sampled)
 
     async def remote(self, caller: Caller, job_id: str) -> list[RemoteJob]:
-        """As `ports.Jobs.remote`."""
+        """As `ports.jobs.Jobs.remote`."""
         await self._find_own(caller, job_id)
         return await self._jobs.remote(job_id)
 
     async def settle_remote(self, caller: Caller, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
-        """As `ports.Jobs.settle_remote`."""
+        """As `ports.jobs.Jobs.settle_remote`."""
         await self._find_own(caller, job_id)
         return await self._jobs.settle_remote(job_id, tag, remote_id)
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger import records
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.remote import task_records
 from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Once

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from batchmill.children.programs import Programs
     from batchmill.config import Config
     from batchmill.jobs.pools.tallies import ModelGauge
-    from batchmill.ports import Clock
+    from batchmill.ports.clock import Clock
     from batchmill.services.adapters.service import AdapterService
     from batchmill.services.directory.directory import ModelDirectory
     from batchmill.services.files.files import FileService

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from batchmill.errors import StorageFailed
 from batchmill.part_files import sync_folder
-from batchmill.ports import Objects
+from batchmill.ports.storage import Objects
 
 MANIFEST = "manifest"
 INLINE_BYTES = 256 * 1024  # a file up to this size lies in the manifest,

@@ -24,7 +24,7 @@ from msgspec import Struct
 from batchmill import faults, owner_clock
 from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.part_files import sync_folder
-from batchmill.ports import Objects
+from batchmill.ports.storage import Objects
 from batchmill.store import catalog, folder_objects
 from batchmill.store.catalog import Stored
 from batchmill.store.media_copies import FOLDER as MEDIA

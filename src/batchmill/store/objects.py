@@ -1,4 +1,4 @@
-"""`ports.Objects` at the address of `[storage] objects`: errors become those that pause a job and let it go on."""
+"""`ports.storage.Objects` at the address of `[storage] objects`: errors become those that pause a job that goes on."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Row(Struct, gc=False):
     number: int  # 0..N-1 in the dataset
     raw: bytes
     form: Any  # a wire.rows.forms.Form: how to read `raw` and how to write the result
-    lease: Any = None  # a ports.LeaseHandle; an engine returns it unchanged
+    lease: Any = None  # a ports.engines.LeaseHandle; an engine returns it unchanged
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
     earlier: tuple[EarlierAnswer, ...] = ()  # answers that did not fit the job's schema: it is asked for again
     media: tuple[LoadedPart, ...] | None = None  # of its media columns; set while its request is made

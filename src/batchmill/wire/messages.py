@@ -97,7 +97,7 @@ class Grant(Struct, frozen=True, tag="grant"):
     priority: int = 0  # of the job: rows of a higher priority go first
     share: float = 1.0  # the job's share of this worker, among jobs of the same priority
     row_cost: float = 1.0  # the expected cost of one row, in tokens if it has any
-    notes: dict[str, bytes] = {}  # of the shard: see ports.LeaseHandle
+    notes: dict[str, bytes] = {}  # of the shard: see ports.engines.LeaseHandle
     is_over: bool = False  # the job ends: collect results that a provider has of these rows, and begin nothing
     over: str = ""  # why, if its rows do not go on elsewhere
 

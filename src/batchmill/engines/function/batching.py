@@ -12,7 +12,7 @@ from batchmill.engines.function.row_batches import Block, BlockBatch, FormRow, R
 from batchmill.engines.function.row_reader import FormBody, RowReader
 from batchmill.engines.function.row_results import BlockResults, failed
 from batchmill.errors import BatchmillError
-from batchmill.ports import BlockFeed, BlockSink, Feed, Sink
+from batchmill.ports.engines import BlockFeed, BlockSink, Feed, Sink
 from batchmill.types import ColumnBlock, FunctionSpec, ModelSpec, Outcome, Row, RowBlock, RowError
 from batchmill.wire.calls import CALL_FORMS, CallError
 

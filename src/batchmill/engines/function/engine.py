@@ -19,7 +19,7 @@ from batchmill.engines.function.row_reader import READ_ERRORS
 from batchmill.errors import ModelFailed
 from batchmill.models.function_progress import Call
 from batchmill.models.runtime_process import PreparedRuntime
-from batchmill.ports import AnswerSink, Feed, Sink
+from batchmill.ports.engines import AnswerSink, Feed, Sink
 from batchmill.types import CallStats, EngineStats, FunctionRequest, FunctionSpec, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.calls import CALL_FORMS
 from batchmill.wire.error_statuses import Raised
@@ -129,7 +129,7 @@ BUSY_S = 0.5  # and one that runs an abandoned call
 
 
 class FunctionEngine:
-    """The engine of a deployed function; a `ports.CallEngine`.
+    """The engine of a deployed function; a `ports.engines.CallEngine`.
 
     Live requests go ahead of rows; both meet in the process' batches.
 

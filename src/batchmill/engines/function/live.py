@@ -27,7 +27,7 @@ from batchmill.function_runtime.frames import pack
 from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
-from batchmill.ports import AnswerSink
+from batchmill.ports.engines import AnswerSink
 from batchmill.types import FunctionRequest, FunctionSpec, Interface, LiveHead, ModelSpec
 from batchmill.wire.calls import (
     ARGUMENTS,
@@ -110,7 +110,7 @@ class FunctionLive:
         self._in_threads: set[int] = set()  # calls whose body is being read, or whose results are being written
 
     def call(self, request: FunctionRequest, answering: AnswerSink) -> None:
-        """See `ports.CallEngine`."""
+        """See `ports.engines.CallEngine`."""
         self.in_flight += 1
         arrived = time.monotonic()
         if len(request.body) < LARGE_BYTES:
@@ -121,7 +121,7 @@ class FunctionLive:
             )
 
     def abandon(self, request_id: int) -> None:
-        """See `ports.CallEngine`."""
+        """See `ports.engines.CallEngine`."""
         if request_id in self._in_threads:
             self._in_threads.discard(request_id)
         elif isinstance(work := self._process.works.get(request_id), FunctionLiveCall):

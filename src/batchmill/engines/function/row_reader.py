@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 from batchmill.errors import BatchmillError
 from batchmill.function_runtime.arrow.rows import ARROW
 from batchmill.function_runtime.row_lines import OPENAI, TABLE
-from batchmill.ports import Columns
+from batchmill.ports.engines import Columns
 from batchmill.types import ColumnBlock, Interface, Row, RowBlock, RowError
 from batchmill.wire.calls import ARGUMENTS, form_of_body
 from batchmill.wire.json_bytes import encode, join_object, split_object

@@ -18,7 +18,7 @@ from msgspec import Struct
 from batchmill.engines.llm.adapters import Adapter, AdapterCounts, AdapterNames
 from batchmill.engines.llm.server import CallLost, VllmServer
 from batchmill.errors import InvalidInput, Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 
 FAILED_S = 60.0  # how long a failed load is remembered
 CRASHES_MAX = 3  # server crashes while one adapter loads, before the adapter is given up

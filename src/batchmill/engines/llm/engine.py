@@ -23,7 +23,8 @@ from batchmill.engines.llm.server import VllmServer
 from batchmill.errors import BatchmillError, JobPaused, ModelFailed, Unavailable
 from batchmill.models.redaction import mask
 from batchmill.models.worker_environment import inherited
-from batchmill.ports import Clock, Feed, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import Feed, Sink
 from batchmill.states import PauseReason
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
 

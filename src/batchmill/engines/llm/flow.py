@@ -18,7 +18,7 @@ from batchmill.engines.llm.server import CallLost, ReplyTooLarge, VllmServer
 from batchmill.engines.retry import Reply, is_result, read_reply
 from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
 from batchmill.errors import InvalidRow
-from batchmill.ports import Feed, ProjectFeed, Sink
+from batchmill.ports.engines import Feed, ProjectFeed, Sink
 from batchmill.types import Outcome, Row, RowError
 from batchmill.types.models import ALONE_DEATHS_MAX
 

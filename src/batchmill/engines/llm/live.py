@@ -20,7 +20,7 @@ from batchmill.engines.llm.row_queue import Yielding
 from batchmill.engines.llm.server import CallLost, VllmServer
 from batchmill.engines.retry import read_reply
 from batchmill.errors import InvalidInput, Unavailable, UnknownName
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
 from batchmill.wire.error_statuses import decode_error
 from batchmill.wire.json_bytes import join_object, split_object
@@ -147,7 +147,7 @@ class LlmLive:
         self._clock = clock
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """As `ports.Engine.predict`."""
+        """As `ports.engines.Engine.predict`."""
         body, adapter = self._calls.live(request)
         tracked = self._calls.tracked(request.project, request.url, body, adapter)
         if self._deaths.is_refused(tracked):

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from batchmill.engines.llm.adapters import Adapter
 from batchmill.errors import Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types.models import ALONE_DEATHS_MAX, BUDGET_WINDOW_S, Charge, Poison, Suspect
 from batchmill.wire.fields import NO_EFFECT
 from batchmill.wire.messages import Charged, EngineDied, Suspected

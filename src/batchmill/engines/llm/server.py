@@ -23,7 +23,7 @@ from batchmill.engines.llm.launch import Hardware, absolute_adapter_path, plan_l
 from batchmill.engines.llm.row_queue import Gauges, read_gauges
 from batchmill.engines.retry import REPLY_BYTES_MAX, read_reply
 from batchmill.errors import ModelFailed
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import LiveHead, ModelSpec
 from batchmill.wire.fields import KNOWN_FIELDS, fields_of_openapi
 

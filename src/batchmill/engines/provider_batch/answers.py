@@ -48,7 +48,7 @@ class Answers:
         return self._places.get(position, (0, 0))[1]
 
     def keep(self, returned: Iterable[Outcome]) -> None:
-        """Keep outcomes of `ports.CheckingSink.put_or_return`, each in place of the row's earlier one."""
+        """Keep outcomes of `ports.engines.CheckingSink.put_or_return`, each in place of the row's earlier one."""
         pieces: list[bytes] = []
         for each in returned:
             assert each.error is not None, "what is returned has the error that it may become"

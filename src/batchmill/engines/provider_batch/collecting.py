@@ -10,7 +10,7 @@ from batchmill.engines.provider_batch.answers import Answers
 from batchmill.engines.provider_batch.following import OVER, PAUSE, Course, LeaseAbandoned, Patience
 from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, RowReply, TryAgain
 from batchmill.engines.provider_batch.spool import WINDOW, Spool
-from batchmill.ports import CheckingSink, LeaseHandle, Sink
+from batchmill.ports.engines import CheckingSink, LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError, Usage
 
 OVER_S = 10.0  # so long a cancelled job waits for answers that are being validated

@@ -22,7 +22,8 @@ from batchmill.engines.provider_batch.spool import WINDOW
 from batchmill.engines.row_media import RowMedia
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import addresses, secrets
-from batchmill.ports import Clock, Feed, LeaseFeed, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import Feed, LeaseFeed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
 
 IDLE_TIMEOUT_S = 120.0  # how long a provider may send nothing while it receives a large file

@@ -14,7 +14,8 @@ from batchmill import faults
 from batchmill.engines.provider_batch.provider import CleansResults, JobGone, ProviderApi, TryAgain, Upload
 from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.errors import AuthRefused, BatchmillError, QuotaExhausted, RouteFailed, SubmitUnknown
-from batchmill.ports import Clock, LeaseHandle
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import LeaseHandle
 from batchmill.types import RemoteJob, Usage
 from batchmill.types.position_runs import numbers_of, runs_of
 
@@ -323,7 +324,7 @@ class ProviderJob:
         """Note that the results of an ended batch were read, and delete its uploads."""
         warning = await self._clean_up()
         await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*text, warning])))
-        # The outcomes that were put before are committed only now: see `ports.LeaseHandle.note`.
+        # The outcomes that were put before are committed only now: see `ports.engines.LeaseHandle.note`.
         if warning := await self._clean_results():
             await self.note(message="; ".join(filter(None, [self.job.message, warning])))
 

@@ -14,7 +14,7 @@ from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.retry import Fault, FaultKind, NoReply, judge, read_reply, redact
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, QuotaExhausted, RouteFailed
 from batchmill.models.redaction import MASK_BYTES
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError, Usage
 from batchmill.wire.json_bytes import shallow
 from batchmill.wire.rows.forms import with_model

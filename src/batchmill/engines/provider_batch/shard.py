@@ -37,7 +37,8 @@ from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.engines.provider_batch.spool import WINDOW, Draft, Drafts, Spool
 from batchmill.engines.row_media import RowMedia
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused, ModelFailed, RouteFailed, SubmitUnknown
-from batchmill.ports import Clock, LeaseHandle, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError, Usage
 from batchmill.types.position_runs import numbers_of
 

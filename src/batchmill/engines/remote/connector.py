@@ -38,7 +38,8 @@ from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFai
 from batchmill.models import secrets
 from batchmill.models.addresses import EVERYWHERE
 from batchmill.models.connectors.urls import find_action
-from batchmill.ports import Clock, Feed, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import Feed, Sink
 from batchmill.types import ClientConfig, Connector, EngineStats, Limits, LiveHead, LiveRequest, ModelSpec, Row
 from batchmill.types.connectors import PREDICT
 from batchmill.wire.json_bytes import encode
@@ -81,7 +82,7 @@ class ConnectorLive:
         self.retries = Retries(1)  # a call without a connection is still made twice
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """See `ports.Engine.predict`. In the form "ml_commons", errors of the service keep its status and have
+        """See `ports.engines.Engine.predict`. In the form "ml_commons", errors of the service keep its status and have
         ML Commons' texts."""
         calls = self._calls(request)
         if request.stream:
@@ -357,16 +358,16 @@ class ConnectorEngine:
             self._dispatch = None
 
     def fail_rows(self, job_id: str) -> None:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
 
     def give_back(self, job_id: str) -> list[Row]:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         return [] if self._dispatch is None else self._dispatch.give_back(job_id)
 
     def forget(self, job_id: str) -> None:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.forget(job_id)
 

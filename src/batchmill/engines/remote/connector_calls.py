@@ -22,7 +22,7 @@ from batchmill.models import secrets as provisions
 from batchmill.models.connectors.bounded import Processing
 from batchmill.models.connectors.processing import prepare
 from batchmill.models.connectors.rendering import Rendered, Renderer
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError, Usage
 from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep, oddity
 from batchmill.wire.rows.forms import EMBEDDINGS, OpenAIForm, counted

@@ -19,7 +19,8 @@ from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
 from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
-from batchmill.ports import Clock, Feed, JobFeed, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import Feed, JobFeed, Sink
 from batchmill.states import PauseReason
 from batchmill.types import Outcome, Row, RowError, Usage
 
@@ -78,7 +79,7 @@ class Dispatch:
         self._has_room, self._has_done, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self, feed: Feed, sink: Sink) -> None:
-        """See `ports.Engine.run`."""
+        """See `ports.engines.Engine.run`."""
         self._hold_jobs = feed.hold_jobs if isinstance(feed, JobFeed) else self._hold_jobs
         try:
             async with asyncio.TaskGroup() as self._group:
@@ -310,7 +311,7 @@ class Dispatch:
         self._pump()
 
     def give_back(self, job_id: str) -> list[Row]:
-        """See `ports.RetryingEngine`. A row with a discarded reply goes on: its outcome tells what that cost."""
+        """See `ports.engines.RetryingEngine`. A row with a discarded reply goes on: its outcome says what it cost."""
         rows: list[Row] = []
         for calls in (self._outage_rows, self._queue, self._waiting):
             for call in [call for call in calls if call.wasted is None and _job_of(call.row) == job_id]:

@@ -33,7 +33,8 @@ from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
 from batchmill.models import secrets
 from batchmill.models import secrets as provisions
 from batchmill.models.providers import default_key
-from batchmill.ports import Clock, Feed, Sink
+from batchmill.ports.clock import Clock
+from batchmill.ports.engines import Feed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, Row, RowError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class HttpLive:
         self._clock = clock
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """See `ports.Engine.predict`."""
+        """See `ports.engines.Engine.predict`."""
         try:
             call = self._composer.live(request)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -217,16 +218,16 @@ class HttpEngine:
             self._dispatch = None
 
     def fail_rows(self, job_id: str) -> None:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
 
     def give_back(self, job_id: str) -> list[Row]:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         return [] if self._dispatch is None else self._dispatch.give_back(job_id)
 
     def forget(self, job_id: str) -> None:
-        """See `ports.RetryingEngine`."""
+        """See `ports.engines.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.forget(job_id)
 

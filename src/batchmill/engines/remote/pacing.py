@@ -15,7 +15,7 @@ from msgspec import Struct
 from batchmill.engines.remote.learned_rate import LearnedRate, RefusalCause
 from batchmill.engines.retry import RETRY_AFTER_MAX_S, FailureStreak, Fault, FaultKind, backoff_s
 from batchmill.errors import RateLimited, Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import Limits
 
 IN_FLIGHT_START = 32

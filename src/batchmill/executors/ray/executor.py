@@ -110,7 +110,7 @@ class RayExecutor:
         self._probe_text = uuid.uuid4().hex
         self._probe = self._folder / "cluster-probe"
 
-    # -- ports.Executor -----------------------------------------------------------------------------------------------
+    # -- ports.executors.Executor -------------------------------------------------------------------------------------
 
     async def start(self, start: Start) -> RayWorker:
         """A worker that is placed as soon as the cluster has room for it."""

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from batchmill.errors import ModelFailed
 from batchmill.executors.ray.frames import Left, LeftSegment
-from batchmill.ports import Objects
+from batchmill.ports.storage import Objects
 from batchmill.store import folder_objects
 from batchmill.wire.messages import StoredFile
 

@@ -33,7 +33,7 @@ class Cluster(Protocol):
 
 
 class RayTasks:
-    """`ports.NodeTasks`."""
+    """`ports.executors.NodeTasks`."""
 
     at_once = TASKS_MAX // 2
 

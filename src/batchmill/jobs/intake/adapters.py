@@ -18,7 +18,7 @@ from batchmill.children.offload import Offload
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.plan import Plan, Progress
 from batchmill.models.adapters import reading
-from batchmill.ports import Adapters, FetchedAdapter
+from batchmill.ports.jobs import Adapters, FetchedAdapter
 from batchmill.types import ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

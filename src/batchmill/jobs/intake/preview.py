@@ -30,7 +30,7 @@ from batchmill.wire.native import Estimate, EstimateRange, Explanation, PlanSamp
 
 Progress = Callable[[float], None]
 Call = Callable[[Callable[[], Prepared]], Awaitable[Prepared]]
-CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]  # `ports.Jobs.count_reused`
+CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]  # `ports.jobs.Jobs.count_reused`
 PREVIEWS = "preview-"  # folders of the data directory
 
 

@@ -18,7 +18,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.owner_clock import check_file
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import read_outcomes
 from batchmill.types import SegmentPlace, SegmentRef

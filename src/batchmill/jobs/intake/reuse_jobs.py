@@ -46,7 +46,7 @@ from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.results.parts.part_writers import each
 from batchmill.object_store.urls import is_object_url
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import ENDED
 from batchmill.store.removals import ELSEWHERE
 from batchmill.store.sql.tables import jobs, removals

@@ -17,7 +17,7 @@ from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
 from batchmill.jobs.ledger.misfits import CountedMisfits, runs_in
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, gaps_of, read_block, read_head, read_payload, salvage
 from batchmill.store.sql.positions import pack_positions

@@ -30,7 +30,8 @@ from batchmill.jobs.pools.replicas import Load
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.pools.tallies import ModelGauge, Tallies
 from batchmill.models.secrets import NoSecrets
-from batchmill.ports import Clock, Executor, Provisions
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec
 from batchmill.wire.messages import (

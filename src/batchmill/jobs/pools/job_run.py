@@ -20,7 +20,7 @@ from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.pools.job_budget import JobBudget
 from batchmill.jobs.pools.scheduler import Rates, RowCost
 from batchmill.object_store.credentials import variables_of
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, Shard
 from batchmill.wire import messages

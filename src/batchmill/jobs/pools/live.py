@@ -15,7 +15,7 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.jobs.pools.tallies import Tallies
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.types import CallStats, FunctionRequest, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.error_statuses import Raised
@@ -120,7 +120,7 @@ class FunctionCall:
 
 
 class LivePath:
-    """`ports.Live` over the pools of a data directory."""
+    """`ports.jobs.Live` over the pools of a data directory."""
 
     def __init__(self, pools: Pools, tallies: Tallies, clock: Clock, *, loading_s: float = LOADING_S) -> None:
         self._pools, self._tallies, self._clock = pools, tallies, clock
@@ -131,7 +131,7 @@ class LivePath:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """Raises, besides what `ports.Live` says: TooLarge for a body that does not fit one message."""
+        """Raises, besides what `ports.jobs.Live` says: TooLarge for a body that does not fit one message."""
         if len(request.body) > BODY_BYTES_MAX:
             raise TooLarge(f"a body of {len(request.body)} bytes; a live request may have {BODY_BYTES_MAX}")
         number = next(self._numbers)
@@ -182,7 +182,7 @@ class LivePath:
         self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None,
         origin: tuple[str, str] = ("", ""),
     ) -> FunctionReply:  # fmt: skip
-        """See `ports.Live`. Raises: TooLarge for a body that does not fit one message."""
+        """See `ports.jobs.Live`. Raises: TooLarge for a body that does not fit one message."""
         if len(body) > BODY_BYTES_MAX:
             raise TooLarge(f"a body of {len(body)} bytes; a live request may have {BODY_BYTES_MAX}")
         future: asyncio.Future[FunctionReply] = asyncio.get_running_loop().create_future()

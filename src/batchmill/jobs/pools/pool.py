@@ -19,7 +19,8 @@ from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capac
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
 from batchmill.models.secrets import NoSecrets
-from batchmill.ports import Clock, Executor, PlacedHandle, Provisions
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import Executor, PlacedHandle, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, EngineStats, ModelSpec, Provision
 from batchmill.types.models import DIED

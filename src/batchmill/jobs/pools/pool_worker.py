@@ -13,7 +13,8 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.pools import scheduler
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.pools.scheduler import FairShare, RowCost, Throughput, cost_of
-from batchmill.ports import Clock, PlacedHandle, WorkerHandle
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import PlacedHandle, WorkerHandle
 from batchmill.types import Commit, EngineStats, FunctionRequest, LiveHead, Provision
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import (

@@ -21,7 +21,8 @@ from batchmill.jobs.pools.resources import Allocations, Leaver, Resources
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums
 from batchmill.models import functions
 from batchmill.models.secrets import NoSecrets
-from batchmill.ports import Clock, Executor, Provisions
+from batchmill.ports.clock import Clock
+from batchmill.ports.executors import Executor, Provisions
 from batchmill.types import EngineState, EngineView, ModelSpec
 from batchmill.types.engine_traits import Source
 from batchmill.wire.messages import Learn

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from batchmill.config import QuarantineEntry
 from batchmill.errors import BatchmillError, InvalidInput
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import quarantine
 from batchmill.types.models import BUDGET_WINDOW_S, Charge, Poison, Suspect

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import Scaling
 from batchmill.types.models import EngineEvent
 

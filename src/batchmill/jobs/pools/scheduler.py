@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import Usage
 
 WINDOW_S = 15.0

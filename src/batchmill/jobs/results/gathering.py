@@ -21,7 +21,7 @@ from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Man
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
 from batchmill.part_files import Digest
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.types import OutputSchema
 from batchmill.wire.rows.forms import Form
 from batchmill.wire.sampling import rows_of

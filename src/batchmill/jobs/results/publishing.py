@@ -193,7 +193,7 @@ async def write_partial(
     spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload,
     *, is_numbered: bool = False, sample: Sample | None = None,
 ) -> str:  # fmt: skip
-    """Gather the rows counted so far into a new file; return its path. Args: as `ports.Jobs.partial`."""
+    """Gather the rows counted so far into a new file; return its path. Args: as `ports.jobs.Jobs.partial`."""
     path = files.partial(f"{uuid.uuid4().hex}.jsonl")
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not any(files.home.glob("plan-*/plan.json")):  # no row has run

@@ -15,7 +15,7 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.part_files import HeldFile
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.store.segments.format import Block, read_outcomes, read_payload, where
 from batchmill.types import SegmentRef
 from batchmill.wire.rows.forms import Form

@@ -42,7 +42,7 @@ from batchmill.models.secrets import KINDS, NAME
 from batchmill.models.worker_environment import FETCHERS
 from batchmill.owner_clock import check_left
 from batchmill.part_files import full_disk_named
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, SHOWN_CHARS, AdapterRecord, check_name
 from batchmill.services.directory.directory import ModelDirectory

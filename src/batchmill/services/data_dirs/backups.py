@@ -15,7 +15,7 @@ from batchmill import faults
 from batchmill.config import BackupsEntry
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
 from batchmill.part_files import sync_folder
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.store.names import DATABASE
 from batchmill.store.sql.damaged_database import is_sound
 

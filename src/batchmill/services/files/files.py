@@ -27,7 +27,7 @@ from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, 
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.part_files import link_over, sync_folder
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.files import records as file_records
 from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.incoming import (

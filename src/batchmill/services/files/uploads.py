@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from batchmill.errors import DatabaseUnavailable, InvalidInput, InvalidTransition, TooLarge, UnknownName
 from batchmill.part_files import sync_folder
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.files import FileService, checked_filename, new_id
 from batchmill.services.files.incoming import names_in, run_to_completion, unlink_all

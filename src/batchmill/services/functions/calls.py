@@ -21,7 +21,7 @@ from batchmill.errors import BatchmillError, InvalidInput, LedgerBroken, Unavail
 from batchmill.jobs.pools.live import LivePath
 from batchmill.models.call_log import FILE, OLDER, Entry, generation_of
 from batchmill.models.redaction import mask_known
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.function import VersionTarget
 from batchmill.services.functions.names import LATEST
@@ -95,7 +95,7 @@ class FunctionCalls:
         """Call the function and return its reply, in the form of the body. Cancelling ends the call.
 
         Raises: InvalidInput for a body that the form refuses; ModelFailed when the function raises or its process
-        fails; Unavailable; and what `ports.Live.call` raises.
+        fails; Unavailable; and what `ports.jobs.Live.call` raises.
         """
         self._require_loaded(target)
         started_at = self._clock.monotonic()

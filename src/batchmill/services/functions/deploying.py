@@ -29,7 +29,7 @@ from batchmill.models.function_child import FunctionChild
 from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known, without_userinfo
 from batchmill.models.secrets import NAME, Secret, resolve
-from batchmill.ports import Provisions
+from batchmill.ports.executors import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
 from batchmill.services.functions.schema_classes import load_class

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.webhooks.outbox import DELAYS_S, GONE, delay_s
 from batchmill.services.webhooks.sender import DeliveryResult as DeliveryResult

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.executors.validators.validators import ValidatorFailed
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.functions import calls as call_logs

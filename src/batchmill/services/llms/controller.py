@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.types import EngineEvent, EngineState, EngineView, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.rows.forms import COMPLETIONS
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, Unavailable, UnknownName
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import hide_names
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import Key, ModelKind, ModelRow
 from batchmill.services.functions.names import RESERVED_NAMES

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
 from batchmill.models.secrets import KINDS, find_secret_flaw
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.llms import records
 from batchmill.services.llms.arguments import checked
 from batchmill.services.llms.records import LlmDeployment

@@ -28,7 +28,7 @@ from batchmill.models.connectors.bounded import Processing, render_call
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.urls import find_action
 from batchmill.optional import require
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.remote.connectors import Endpoints
 from batchmill.services.secrets.vault import Vault
 from batchmill.types import Connector, Limits

@@ -19,7 +19,7 @@ from batchmill.models.addresses import Private, read_url
 from batchmill.models.connectors.bounded import read_fields
 from batchmill.models.connectors.reading import is_reference, read_connector, update_connector
 from batchmill.models.connectors.urls import own_url
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.remote import connector_records as records
 from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.stored import ConnectorRecord

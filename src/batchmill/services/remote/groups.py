@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from batchmill.errors import Conflict, InvalidInput, UnknownName
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.model_records import ModelGroup

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, RateLimited, TooComplex
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.remote.stored import ModelDetails, RateLimiter
 from batchmill.services.token_buckets import TokenBuckets
 from batchmill.wire.json_bytes import decode

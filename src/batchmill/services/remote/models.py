@@ -15,7 +15,7 @@ from batchmill.config import MODEL_NAME
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.models.connectors.urls import own_url
 from batchmill.models.providers import PROVIDERS
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.remote import model_records as records

@@ -10,7 +10,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict
 from batchmill.models.addresses import read_private
 from batchmill.models.connectors.urls import remote_parameters
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls

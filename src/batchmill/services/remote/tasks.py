@@ -18,7 +18,7 @@ from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.config import MlCommonsEntry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
 from batchmill.models.connectors.urls import remote_parameters
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls, RemoteReply

@@ -21,7 +21,7 @@ from batchmill.models import redaction
 from batchmill.models.addresses import read_private
 from batchmill.models.providers import default_key
 from batchmill.models.secrets import SHOWN_CHARS, check_name, find_secret_flaw, missing
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.shown import Rotated, SecretInfo
 from batchmill.services.webhooks import endpoints as webhooks
@@ -258,7 +258,7 @@ def _rewrap(
 
 
 class OwnerProvisions:
-    """`ports.Provisions` of the process that owns the secrets.
+    """`ports.executors.Provisions` of the process that owns the secrets.
 
     Args:
         environ: the values of "env:NAME" for workers whose environment lacks them; None: workers have them.

@@ -20,7 +20,7 @@ from batchmill.config import Config, WebhookEntry
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, UnknownName
 from batchmill.models.addresses import read_private
 from batchmill.models.secrets import Secret, resolve
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.webhooks.sender import DeliveryResult, WebhookSender, check_secret, hint_of, new_secret
 from batchmill.states import JobState

@@ -17,7 +17,8 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, StorageFull
-from batchmill.ports import Clock, Jobs
+from batchmill.ports.clock import Clock
+from batchmill.ports.jobs import Jobs
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.files.files import FileService
 from batchmill.services.webhooks import endpoints as events

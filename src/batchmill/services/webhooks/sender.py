@@ -17,7 +17,7 @@ from batchmill.errors import InvalidInput
 from batchmill.models.addresses import Private, read_url
 from batchmill.models.secrets import Secret
 from batchmill.optional import require
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 
 if TYPE_CHECKING:
     from batchmill.services.webhooks.post import WebhookHttp

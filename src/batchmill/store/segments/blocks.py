@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead
@@ -24,7 +24,7 @@ CARRIED = ".carried"  # what the names of segments that lie in the database end 
 
 
 class CarriedSegment:
-    """A `ports.SegmentSink` whose commits carry its blocks, as long as they are few and short."""
+    """A `ports.storage.SegmentSink` whose commits carry its blocks, as long as they are few and short."""
 
     def __init__(self, head: SegmentHead, open_file: Callable[[int], SegmentFile], roll: int = 0) -> None:
         """Args: open_file: opens the file that takes what commits do not carry, given its number less one."""
@@ -150,7 +150,7 @@ class CarriedSegments:
 
 
 class StoredSegments:
-    """A `ports.SegmentSource`: blocks from the database, and the files that there are besides."""
+    """A `ports.storage.SegmentSource`: blocks from the database, and the files that there are besides."""
 
     def __init__(self, files: SegmentSource, blocks: Mapping[str, Sequence[tuple[int, bytes]]]) -> None:
         """Args: blocks: segment -> (offset, bytes) of what commits carried."""

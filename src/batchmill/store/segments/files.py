@@ -48,7 +48,7 @@ class _OpenFile:
 
 
 class SegmentFile:
-    """A `ports.SegmentSink`: appends go to the kernel at once, to the disk with `sync`.
+    """A `ports.storage.SegmentSink`: appends go to the kernel at once, to the disk with `sync`.
 
     An error of the file system is final: no byte after it is ever referenced, and nothing more can be appended.
 
@@ -152,7 +152,7 @@ class SegmentFile:
 
 
 class SegmentFolder:
-    """A `ports.SegmentSource`: the segments in a folder, through a bounded number of open files."""
+    """A `ports.storage.SegmentSource`: the segments in a folder, through a bounded number of open files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
 """Segments: append-only sequences of outcomes, in checksummed blocks that describe themselves.
 
-A segment belongs to one job and one worker. It is read through a `ports.SegmentSource`: a file is one, see
+A segment belongs to one job and one worker. It is read through a `ports.storage.SegmentSource`: a file is one, see
 `files.py`. A block holds finished output lines of one shard, all ok or all errors; or the results of rows that
 succeeded as columns; or no rows: then it says what answers have cost that are no row's result.
 Nothing here decides which blocks count: that is the ledger's.
@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from batchmill.checksums import checksum, checksum_of
 from batchmill.errors import LedgerBroken
-from batchmill.ports import SegmentSource
+from batchmill.ports.storage import SegmentSource
 from batchmill.types import RowError, SegmentRef, Usage
 
 assert sys.byteorder == "little", "segments are written in the machine's own order, which must be little endian"

@@ -21,7 +21,7 @@ from batchmill import faults
 from batchmill.errors import StorageFailed
 from batchmill.object_store.urls import ObjectInfo
 from batchmill.part_files import sync_folder
-from batchmill.ports import Objects
+from batchmill.ports.storage import Objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, Span, gaps_of, merged
@@ -116,8 +116,8 @@ class _Piece(NamedTuple):
 
 
 class ObjectSource:
-    """A `ports.SegmentSource` that reads the needed bytes of objects that others have listed. Those who read a segment
-    from its beginning to its end ask for none of them twice.
+    """A `ports.storage.SegmentSource` that reads the needed bytes of objects that others have listed. Those who read a
+    segment from its beginning to its end ask for none of them twice.
 
     It keeps the last bytes that were read of each segment, READ_BYTES at most, and KEPT_BYTES of all.
     """

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from batchmill.dialects.open_inference.grpc.bodies import SERVICE, DecodeError, Message, Method
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable
-from batchmill.ports import Clock
+from batchmill.ports.clock import Clock
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.admission_control import Admission, Hold, RequestSlot
 from batchmill.server.auth import ANYBODY, Gate

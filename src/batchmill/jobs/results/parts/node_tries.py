@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from batchmill.errors import BatchmillError
-from batchmill.ports import NodeTasks
+from batchmill.ports.executors import NodeTasks
 from batchmill.types.cluster import TASK_LOST, NodeWork
 
 TRIES_MAX = 3  # of a piece whose node or process is lost; then the owner's machine does it

@@ -31,7 +31,7 @@ from batchmill.jobs.results.parts.output_folders import Part, part_name
 from batchmill.jobs.results.parts.part_orders import CheckOrder, PartOrder, PartsOrder, SliceOrder, Slices, Written
 from batchmill.jobs.results.results import CAUSES_MAX, COLUMNS_MAX, ColumnKind, Learned, merged
 from batchmill.object_store.urls import is_object_url
-from batchmill.ports import NodeTasks
+from batchmill.ports.executors import NodeTasks
 from batchmill.store.segments.format import SAMPLE_CHARS_MAX
 from batchmill.store.stored_files import StoredFiles
 from batchmill.types.cluster import TASK_FAILED, NodeWork
