@@ -15,19 +15,19 @@ from fakes.packages import add_wheel, use_as_index
 from msgspec.structs import replace
 
 from batchmill.config import Config, ModelEntry
-from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
+from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, TermOver, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger import snapshot
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
-from batchmill.services.functions.records import version_info
+from batchmill.services.functions.records import BUILDING, version_info
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.sql.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
-from batchmill.wire.bundles import Backend, DeployOrder
+from batchmill.wire.bundles import Backend, DeployOrder, ModelVersion
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import TableForm
 
@@ -446,3 +446,28 @@ async def test_what_leads_out_of_isolation_is_not_for_keys(place):
     await place.deploy(by=ONE, python=sys.executable, secrets={"KEY": "secret:hub-1"})
     await place.deploy(name="other", python=sys.executable, secrets=secrets[0])
     assert [spec.python for spec in place.tried] == [sys.executable] * 2
+
+
+@pytest.mark.once
+async def test_an_owner_after_its_term_leaves_versions(tmp_path):
+    """Another one may have a version of the same number by then."""
+    left: list[float | None] = [None]
+    place = Place(tmp_path)
+    builder = VersionBuilder(tmp_path, place.try_it, place.entry, owned_s=lambda: left[0])
+    out = io.BytesIO()
+    order = DeployOrder(name="f", target="app.py:example_doubler", source="app.py:fn")
+    bundles.write(out, order, {"app.py": DOUBLER.encode()})
+    (bundle := tmp_path / "bundle.tar.gz").write_bytes(out.getvalue())
+    staged, version = await builder.stage(bundle), ModelVersion("f", "main", 1, BUILDING, 1.0)
+    theirs = builder.folder(version) / bundles.CODE / "theirs.py"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    left[0] = 0.0
+    with pytest.raises(TermOver):
+        await builder.build(staged, version)
+    await builder.discard(version)
+    await builder.discard_failed(version)
+    assert theirs.exists() and place.tried == []
+    left[0] = 1.0
+    await builder.build(staged, version)
+    assert not theirs.exists() and len(place.tried) == 1

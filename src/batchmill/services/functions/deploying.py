@@ -29,6 +29,7 @@ from batchmill.models.function_child import FunctionChild
 from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known, without_userinfo
 from batchmill.models.secrets import NAME, Secret, resolve
+from batchmill.owner_clock import check_left, is_over
 from batchmill.ports.executors import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
@@ -83,7 +84,7 @@ class VersionBuilder:
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
         self._environments, self._isolation = Environments(data_dir / FOLDER, isolation, owned_s), isolation
-        self._trial = trial
+        self._trial, self._owned_s = trial, owned_s
 
     def folder(self, version: ModelVersion) -> Path:
         return self._folder / version.name / folder_of(version.branch) / str(version.number)
@@ -142,7 +143,7 @@ class VersionBuilder:
         Raises: ModelFailed (`deploy_failed`), with the traceback or the installer's output.
         """
         home = self.folder(version)
-        await asyncio.to_thread(_move_into_place, staged, home)
+        await asyncio.to_thread(_move_into_place, staged, home, self._owned_s)
         order = staged.order
         try:
             if staged.error is not None:
@@ -215,10 +216,14 @@ class VersionBuilder:
             return error_line
 
     def discard_code(self, version: ModelVersion) -> None:
-        """Delete the code of a failed version. Its log stays."""
-        shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
+        """Delete the code of a failed version. Its log stays. Another owner may have a version of this number."""
+        if not is_over(self._owned_s()):
+            shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
 
     async def discard(self, version: ModelVersion) -> None:
+        """Delete the folder of a version that is not stored. Another owner may have a version of this number."""
+        if is_over(self._owned_s()):
+            return
         await asyncio.to_thread(shutil.rmtree, self.folder(version), ignore_errors=True)
         await self._stored.remove(self.folder(version))
 
@@ -250,8 +255,12 @@ def _stage(bundle: Path, folder: Path) -> Staged:
     return Staged(folder, order, hashlib.sha256(data).hexdigest())
 
 
-def _move_into_place(staged: Staged, home: Path) -> None:
-    """Move the code, the log and the lock from the staging folder to the version's folder."""
+def _move_into_place(staged: Staged, home: Path, owned_s: Callable[[], float | None]) -> None:
+    """Move the code, the log and the lock from the staging folder to the version's folder.
+
+    Raises: TermOver where another owner may have a version of this number.
+    """
+    check_left(owned_s())
     home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     shutil.rmtree(home, ignore_errors=True)  # of a number whose version was not committed
     home.mkdir(mode=0o700)
