@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Self
 
@@ -64,6 +65,12 @@ class RunningServer:
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    def hold(self) -> None:
+        """Stop it until it gets SIGCONT. Returns once it has stopped."""
+        self.signal(signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def wait(self) -> int:
         """Its exit code, once it has ended by itself."""

@@ -34,7 +34,7 @@ from batchmill.store.sql.tables import (
     shards,
     submissions,
 )
-from batchmill.store.sql.transactions import Record
+from batchmill.store.sql.transactions import Record, note_change
 from batchmill.wire.job_spec import JobSpec
 
 TABLES = frozenset({"jobs", "shards", "commits", "error_counts", "packed_jobs", "outcome_blocks"})
@@ -128,6 +128,7 @@ class SalvagedSmallJobs:
             with self._database.writer.begin() as db:
                 _drop(db, job_id)
                 db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=time.time()))
+                note_change(db, job_id)
             return True
         with self._database.writer.begin() as db:
             _drop(db, job_id)
