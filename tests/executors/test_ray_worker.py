@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from batchmill.executors.ray import frames
+from batchmill.executors.ray.channel import ActorChannel
 from batchmill.executors.ray.executor import RayExecutor
-from batchmill.executors.ray.frames import KILLED, Connected, Item, Placement
+from batchmill.executors.ray.frames import KILLED, PIECE_BYTES, Connected, Item, Placement
 from batchmill.executors.ray.ray_worker import RECEIVED_BYTES, WAITING_BYTES, RayWorker
 from batchmill.types import LiveRequest, ModelSpec
 from batchmill.types.cluster import ClusterEntry
 from batchmill.wire import messages
-from batchmill.wire.messages import AnswerLive, Drain, Ready, Start
+from batchmill.wire.messages import AnswerLive, Drain, Ready, ReplyChunk, Start
 
 
 @pytest.fixture
@@ -73,3 +74,34 @@ async def test_a_worker_that_waits_is_drained_at_once(worker: RayWorker, *, was_
     worker.send(Drain())
     assert await worker.wait() == 0 and not worker.is_lost
     assert [message async for message in worker.messages()] == []
+
+
+@pytest.mark.parametrize("size", [0, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+def test_pieces_of_an_item(size: int):
+    item, pieces = (b"\0lastmore" * size)[:size], frames.Pieces()
+    cut = list(frames.cut(item))
+    assert all(len(each) <= PIECE_BYTES for each in cut)
+    assert [pieces.take(each) for each in cut] == [None] * (len(cut) - 1) + [item]
+
+
+def test_pieces_that_no_worker_sends():
+    """Nothing on a node is trusted: what a driver holds of an item is bounded."""
+    with pytest.raises(frames.BadPiece, match="is missing"):
+        [frames.Pieces().take(frames.MORE), (pieces := frames.Pieces()).take(frames.MORE), pieces.take(b"")]
+    pieces, most = frames.Pieces(), frames.FRAME_BYTES_MAX // PIECE_BYTES
+    with pytest.raises(frames.BadPiece, match="more than"):
+        [pieces.take(frames.MORE + bytes(PIECE_BYTES)) for _ in range(most + 1)]
+
+
+async def test_what_a_worker_sends_needs_no_object_store():
+    """However long a message is: Ray puts what is longer than 100 KiB into the store of the worker's node."""
+    channel, pieces = ActorChannel(), frames.Pieces()
+    replies = [ReplyChunk(n, n * bytes([n])) for n in (1, 50)] + [ReplyChunk(3, bytes(PIECE_BYTES * 4))]
+    for reply in [*replies, *replies]:
+        channel.send(reply)
+    channel.close()
+    items = [item async for item in channel.items()]
+    assert max(map(len, items)) <= PIECE_BYTES
+    wholes = [whole for item in items if (whole := pieces.take(item)) is not None]
+    received = [messages.to_owner.decode(data) for whole in wholes for data in frames.split(whole)]
+    assert received == [*replies, *replies]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from msgspec import Struct
 
 from batchmill.executors.channel import joined
-from batchmill.executors.ray.frames import ITEM_BYTES, join, split
+from batchmill.executors.ray.frames import LENGTH_BYTES, PIECE_BYTES, cut, join, split
 from batchmill.wire import messages
 
 OUTBOX_BYTES = 4 * 1024 * 1024  # of unsent messages; beyond it `drain` waits
@@ -81,7 +81,9 @@ class ActorChannel:
         self._can_write.set()
 
     async def items(self) -> AsyncIterator[bytes]:
-        """What the worker sends; what gathers in a turn of the loop travels together. Ends once it is closed."""
+        """What the worker sends; what gathers in a turn of the loop travels together, and a longer message in
+        pieces. Ends once it is closed.
+        """
         while self._outbox or not self._is_closed:
             if not self._outbox:
                 self._filled.clear()
@@ -89,14 +91,15 @@ class ActorChannel:
                 await asyncio.sleep(0)
                 continue
             batch, size = [], 0
-            while self._outbox and (not batch or size + len(self._outbox[0]) <= ITEM_BYTES):
+            while self._outbox and (not batch or size + len(self._outbox[0]) + LENGTH_BYTES <= PIECE_BYTES):
                 data = self._outbox.popleft()
                 batch.append(data)
-                size += len(data)
-            self._outbox_bytes -= size
+                size += len(data) + LENGTH_BYTES
+            self._outbox_bytes -= size - LENGTH_BYTES * len(batch)
             if self._outbox_bytes <= OUTBOX_BYTES:
                 self._can_write.set()
-            yield join(batch)
+            for piece in cut(join(batch)):
+                yield piece
 
 
 __all__ = ["ActorChannel"]

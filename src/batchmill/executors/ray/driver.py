@@ -39,6 +39,7 @@ from batchmill.executors.ray.frames import (
     KILLED,
     LENGTH_BYTES,
     LOST,
+    BadPiece,
     Beat,
     Collect,
     Collected,
@@ -52,6 +53,7 @@ from batchmill.executors.ray.frames import (
     Item,
     Kill,
     Launch,
+    Pieces,
     Placement,
     RunTask,
     Waits,
@@ -203,7 +205,7 @@ class Driver:
 
     async def _receive(self, worker: DriverWorker, stream: Any) -> None:
         """Pass a worker's items on until its actor has ended."""
-        exited = Exited(worker.number, LOST, True, "its actor ended without a word")
+        exited, pieces = Exited(worker.number, LOST, True, "its actor ended without a word"), Pieces()
         try:
             async for ref in stream:
                 item = await ref
@@ -217,8 +219,8 @@ class Driver:
                     is_lost = code == LOST or self._is_ending
                     exited = Exited(worker.number, LOST if is_lost else code, is_lost)
                     break
-                else:
-                    self._send(Item(worker.number, item))
+                elif (whole := pieces.take(item)) is not None:
+                    self._send(Item(worker.number, whole))
                     await self._writer.drain()
         except ActorFailed as error:
             if worker.was_killed:
@@ -229,6 +231,8 @@ class Driver:
                 exited = Exited(worker.number, 1, why=str(error), setup_flaw=error.last_line)
             else:
                 exited = await self._ended(worker, error)
+        except BadPiece as error:
+            exited = Exited(worker.number, KILLED, why=str(error))
         except ConnectionError:
             return  # the owner has ended
         except Exception as error:  # whatever Ray raises for an actor that it lost: none of it ends the driver

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +16,8 @@ FRAME_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 LENGTH_BYTES = 4
 ITEM_BYTES = 8 * 1024 * 1024  # messages that travel together; a longer one travels alone
 BEAT_S = 2.0  # between two beats of the driver
+PIECE_BYTES = 96 * 1024  # of what an actor yields: over 100 KiB it would need room in the object store of its node
+MORE, LAST = b"more", b"last"  # begin the pieces of a longer item; as a length, each is beyond that of any message
 EXITED = b"exited"  # begins the last item of a worker, before its exit code
 KILLED, LOST = -9, -1  # exit codes; lost: its node or the cluster has gone, or will go
 
@@ -286,3 +288,41 @@ def split(item: bytes) -> list[memoryview]:
         found.append(view[at + LENGTH_BYTES : end])
         at = end
     return found
+
+
+def cut(item: bytes) -> Iterator[bytes]:
+    """What an actor yields for an item: its pieces, or itself if it is short."""
+    if len(item) <= PIECE_BYTES:
+        yield item
+        return
+    step = PIECE_BYTES - len(MORE)
+    for at in range(0, len(item), step):
+        yield (MORE if at + step < len(item) else LAST) + item[at : at + step]
+
+
+class BadPiece(Exception):
+    """An actor yielded what is no piece of an item."""
+
+
+class Pieces:
+    """Joins the pieces of an item."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def take(self, piece: bytes) -> bytes | None:
+        """The item, once it is whole. Raises: BadPiece: nothing on a node is trusted."""
+        if not piece.startswith((MORE, LAST)):
+            if self._pieces:
+                raise BadPiece("a piece of an item is missing")
+            return piece
+        self._pieces.append(piece[len(MORE) :])
+        self._size_bytes += len(piece)
+        if self._size_bytes > FRAME_BYTES_MAX - PIECE_BYTES:
+            raise BadPiece(f"an item has more than {FRAME_BYTES_MAX - PIECE_BYTES} bytes")
+        if piece.startswith(MORE):
+            return None
+        item = b"".join(self._pieces)
+        self._pieces, self._size_bytes = [], 0
+        return item
