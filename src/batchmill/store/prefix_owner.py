@@ -1,7 +1,7 @@
 """Which database the prefix of `[storage] objects` belongs to: the object `owner.json` names the id of its ledger.
 
-Two databases at one prefix would each remove what the other has named. The id is in the database, so whoever opens it,
-on whatever machine or from a backup, owns the prefix too.
+Two databases at one prefix would each remove what the other has named. The id is in the database, so a process that
+opens it, on whatever machine or from a backup, owns the prefix too.
 """
 
 from __future__ import annotations
