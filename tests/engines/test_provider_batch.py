@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from engines.provider_batch_support import Ground, HeldLease, batch_model, batch_row
+from engines.provider_batch_support import PATIENT, Ground, HeldLease, batch_model, batch_row
 from fakes.batch_provider import BatchProvider
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from batchmill.engines.provider_batch.provider import RowReply
 from batchmill.engines.provider_batch.settings import read_settings
 from batchmill.engines.provider_batch.spool import Spool
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, RouteFailed, SubmitUnknown
-from batchmill.types import LiveRequest, ModelSpec, Row, RowError
+from batchmill.types import Limits, LiveRequest, ModelSpec, Row, RowError
 
 
 @pytest.fixture
@@ -116,8 +116,10 @@ NO_CALLS = {("content", "html"), ("content", "hung")}
 @pytest.mark.parametrize(
     ("operation", "fault"), [each for each in itertools.product(CALLS, FAULTS) if each not in NO_CALLS]
 )
-async def test_call_faults(provider: BatchProvider, ground: Ground, operation: str, fault: str) -> None:
+async def test_call_faults(provider: BatchProvider, tmp_path: Path, operation: str, fault: str) -> None:
     """Whatever a call meets twice, every row is answered and paid once, and no batch is left running."""
+    limits = Limits(attempt_timeout_s=0.5, connect_timeout_s=20.0) if fault == "hung" else PATIENT
+    ground = Ground(batch_model(provider.base_url, limits=limits), tmp_path)
     provider.faults[operation] = [fault, fault]
     await ground.run((HeldLease(20), rows_of(20)))
     check_all_answered(ground, 20)

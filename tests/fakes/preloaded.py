@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ class PreloadedPopen(ModulePopen):
     """
 
     _status_fd: int | None = None  # until the process has ended
+    _test = ""  # that started it
     can_run_module = staticmethod(PRELOADED.can_run_module)
 
     @staticmethod
@@ -191,7 +193,15 @@ class PreloadedPopen(ModulePopen):
     def _request(self, given: dict[str, Any]) -> dict[str, Any] | None:
         return (FORKED_RUNTIMES.request(given) if IS_ENABLED else None) or super()._request(given)
 
+    def __del__(self, **kwargs: Any) -> None:
+        """Name the test that has left a process behind: it is some later test that fails for it."""
+        if self._child_created and self.returncode is None:
+            text = f"{self._test or 'no test'} has not waited for the end of process {self.pid}: {self.args}"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+        super().__del__(**kwargs)
+
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+        self._test = os.environ.get("PYTEST_CURRENT_TEST", "")
         given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments
         command = _command(given)
         if command is None:
