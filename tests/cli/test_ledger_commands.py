@@ -40,14 +40,29 @@ def test_rebuild_says_what_it_lost(app, call, view):
 
 
 def test_salvage_says_what_it_made(app, call, tmp_path):
-    """A salvage names what could not be read, what it took from a backup, and which jobs it could not have."""
-    tables = [SalvagedTable("keys", 3, 2, True), SalvagedTable("files", 0, 0, True), SalvagedTable("jobs", 1)]
-    report = SalvageReport(False, tables, "b.db", ["job_1"], [], ["lost+found/x"], "damaged")
+    """A salvage says what it read, took from a backup and rebuilt, what is left of jobs, and what is lost."""
+    tables = [
+        SalvagedTable("keys", 3, 2, True, from_leaves=1), SalvagedTable("files", 0, 0, True), SalvagedTable("jobs", 1),
+        SalvagedTable("shards", 0, 0, True, rebuilt=7),
+    ]  # fmt: skip
+    report = SalvageReport(
+        False, tables, "b.db", rebuilt=["job_1", "job_3"], reopened={"job_3": 5}, reduced=["job_2"], lost=["job_4"],
+        moved=["lost+found/x"], damaged="damaged",
+    )  # fmt: skip
     app.salvage = lambda config, progress: report
     result = call("ledger", "salvage")
     assert result.exit_code == 0
-    for received in ("nothing could be read of files", "keys: some of it", "2 come from the backup", "resume job_1"):
-        assert received in result.stdout
+    for received in (
+        "nothing could be read of files\n", "keys: some of it could not be read, 3 rows could",
+        "(1 of them below damaged pages), 2 come from the backup",
+        "resume job_1", "shards: nothing of it could be read, 7 were rebuilt", "job_2: it keeps only its results",
+        "resume job_3` continues the job and runs 5 rows again",
+        "job_4: its record could not be read, so the job is lost",
+        "rows that the backup does not have and that could be neither read nor rebuilt are lost",
+    ):  # fmt: skip
+        assert received in result.stdout, received
+    app.salvage = lambda config, progress: replace(report, backup=None)
+    assert "there was no backup: rows that could be neither read nor" in call("ledger", "salvage").stdout
     app.salvage = lambda config, progress: replace(report, failed=["job_2: no plan"])
     assert call("ledger", "salvage").exit_code == 1
     app.salvage = lambda config, progress: SalvageReport(True)

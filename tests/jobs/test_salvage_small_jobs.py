@@ -25,7 +25,7 @@ from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.store.sql.damaged_database import is_sound
 from batchmill.store.sql.tables import packed_jobs, submissions
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, SalvagedTable, SalvageReport
 
 ROWS, FIRST_ROWS = 6, 3  # of a job; those of a job that is cut off that have run by then
 ENDED_JOBS, CUT_JOBS = 6, 3
@@ -103,9 +103,15 @@ class Room:
         shutil.copytree(self.whole, self.data_dir)
         shutil.copyfile(self.folder / "calls-before", self.folder / "calls")
 
-    def salvage(self) -> None:
+    def salvage(self) -> SalvageReport:
         report = salvage.salvage(self.data_dir, lambda _: None)
         assert not report.is_sound and report.failed == [] and is_sound(self.database)
+        assert [table.name for table in report.tables if not (table.rows or table.is_damaged)] == []
+        return report
+
+    def count(self, table: str) -> int:
+        with contextlib.closing(sqlite3.connect(self.database)) as db:
+            return db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
     async def check(self, job_ids: list[str], *, reduced: bool = False) -> Counter[str]:
         """Every job comes to its end with the right results and a sound ledger. Returns how often rows ran.
@@ -152,6 +158,11 @@ def room(filled):
     return filled
 
 
+def damaged(report: SalvageReport) -> dict[str, SalvagedTable]:
+    """The tables of which rows are lost, by name."""
+    return {table.name: table for table in report.tables if table.is_damaged}
+
+
 ONCE = Counter(f"{job}-{n}" for job in range(ENDED_JOBS + CUT_JOBS) for n in range(ROWS))
 
 
@@ -159,7 +170,8 @@ async def test_records_below_a_damaged_page(room):
     """Jobs whose records lie below a damaged page come back as they were; no row runs again."""
     assert len(all_pages(room.database, "jobs")) > 3
     overwrite(room.database, root(room.database, "jobs"))
-    room.salvage()
+    report = room.salvage()
+    assert damaged(report) == {"jobs": SalvagedTable("jobs", len(room.ids), 0, True, from_leaves=len(room.ids))}
     assert await room.check(room.ids) == ONCE
 
 
@@ -168,7 +180,10 @@ async def test_lost_leases_and_commits(room):
     for table in ("shards", "commits", "error_counts"):
         for page in all_pages(room.database, table):
             overwrite(room.database, page)
-    room.salvage()
+    report = room.salvage()
+    for name, table in damaged(report).items():
+        assert (table.rows, table.from_backup, table.rebuilt) == (0, 0, room.count(name)) and table.rebuilt, name
+    assert (sorted(report.rebuilt), report.reduced, report.reopened, report.lost) == (sorted(room.ids), [], {}, [])
     assert await room.check(room.ids) == ONCE
 
 
@@ -177,7 +192,10 @@ async def test_lost_outcomes_or_plans(room, table):
     """Jobs that had ended keep their results, and say that nothing else is left; others run again, from their input."""
     for page in all_pages(room.database, table):
         overwrite(room.database, page)
-    room.salvage()
+    report = room.salvage()
+    assert sorted(report.reduced) == sorted(room.ids[:ENDED_JOBS])
+    assert report.reopened == dict.fromkeys(room.ids[ENDED_JOBS:], FIRST_ROWS) and report.rebuilt == [*report.reopened]
+    assert (damaged(report)[table].rows, damaged(report)[table].from_backup) == (0, 0)
     again = Counter(f"{job}-{n}" for job in range(ENDED_JOBS, ENDED_JOBS + CUT_JOBS) for n in range(FIRST_ROWS))
     assert await room.check(room.ids, reduced=True) == ONCE + again
 
@@ -185,8 +203,11 @@ async def test_lost_outcomes_or_plans(room, table):
 async def test_a_backup(room):
     """Of a database that is gone the backup has everything of small jobs: ended ones are as they were then."""
     assert Backups(room.data_dir, HeldClock(), BackupsEntry())._sweep() is not None
+    before = {table: room.count(table) for table in ("jobs", "shards", "commits", "error_counts", "packed_jobs")}
     room.database.unlink()
-    room.salvage()
+    report = room.salvage()
+    assert {name: damaged(report)[name].from_backup for name in before} == before
+    assert (report.rebuilt, report.reduced, report.reopened, report.lost) == ([], [], {}, [])
     service = room.open()
     views = [await service.show(job_id) for job_id in room.ids]
     await service.close()
@@ -197,7 +218,8 @@ async def test_a_backup(room):
 async def test_lost_uploads(room):
     """Files that small jobs read get their records back, and stay where they are."""
     overwrite(room.database, root(room.database, "files"))
-    room.salvage()
+    (table,) = damaged(room.salvage()).values()
+    assert table.rows + table.rebuilt == ENDED_JOBS + CUT_JOBS
     with contextlib.closing(sqlite3.connect(room.database)) as db:
         names = [name for (name,) in db.execute("SELECT id FROM files ORDER BY id")]
     assert names == [f"file-{job}" for job in range(ENDED_JOBS + CUT_JOBS)]
@@ -208,7 +230,8 @@ async def test_lost_jobs_leave_nothing(room):
     """Nothing is left of jobs whose records are lost, so that the same order is a new job."""
     for page in all_pages(room.database, "jobs"):
         overwrite(room.database, page)
-    room.salvage()
+    report = room.salvage()
+    assert report.lost == sorted(room.ids) and damaged(report)["jobs"] == SalvagedTable("jobs", 0, 0, True)
     service = room.open()
     try:
         for table in (packed_jobs, submissions):

@@ -165,6 +165,8 @@ class SalvagedTable(Struct, frozen=True):
     rows: int  # that were readable
     from_backup: int = 0  # unreadable rows that a backup had
     is_damaged: bool = False
+    from_leaves: int = 0  # readable rows below damaged pages
+    rebuilt: int = 0  # rows that were made again from folders, plans and outcomes of jobs
 
 
 class SalvageReport(Struct, frozen=True):
@@ -174,6 +176,9 @@ class SalvageReport(Struct, frozen=True):
     tables: list[SalvagedTable] = []
     backup: str | None = None  # the backup that missing rows were taken from
     rebuilt: list[str] = []  # jobs whose ledger was rebuilt; they are paused
+    reopened: dict[str, int] = {}  # of these, those with rows whose outcomes are lost, and how many
+    reduced: list[str] = []  # ended jobs that keep only their results
+    lost: list[str] = []  # small jobs without a record
     failed: list[str] = []  # jobs that could not be rebuilt, and why
     moved: list[str] = []  # files without a record
     damaged: str | None = None  # the folder with the files that were replaced

@@ -8,7 +8,7 @@ import click
 
 from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.text import clean, count, size
-from batchmill.types import LedgerReport, SalvageReport
+from batchmill.types import LedgerReport, SalvagedTable, SalvageReport
 
 
 @click.group()
@@ -59,22 +59,36 @@ def salvage(session: Session) -> int:
 def _salvage_lines(report: SalvageReport) -> Iterator[str]:
     damaged = [table for table in report.tables if table.is_damaged]
     yield f"the database is repaired; the damaged one is kept in {report.damaged}"
-    empty = [table.name for table in damaged if not table.rows and not table.from_backup]
+    empty = [table.name for table in damaged if not table.rows + table.from_backup + table.rebuilt]
     if empty:
         yield f"  nothing could be read of {'it' if len(empty) == len(report.tables) else ', '.join(empty)}"
-    for table in damaged:
-        if table.name in empty:
-            continue
-        text = f"  {table.name}: some of it could not be read, {count(table.rows, 'row')} could"
-        yield text + (f", {count(table.from_backup)} come from the backup" if table.from_backup else "")
+    yield from (_table_line(table) for table in damaged if table.name not in empty)
     if any(table.name == "keys" and table.from_backup for table in damaged):
         yield "  check `batchmill keys list`: keys from the backup are as they were then, even if revoked since"
-    if damaged and report.backup is None:
-        yield "  there was no backup: rows that could not be read are lost, unless the jobs' own files have them"
+    if damaged:
+        missing = "there was no backup: rows" if report.backup is None else "rows that the backup does not have and"
+        yield f"  {missing} that could be neither read nor rebuilt are lost"
     for job_id in report.rebuilt:
-        yield f"  {job_id}: its ledger was rebuilt; `batchmill resume {job_id}` continues the job"
+        text = f"  {job_id}: its ledger was rebuilt; `batchmill resume {job_id}` continues the job"
+        rows = report.reopened.get(job_id)
+        yield text + (f" and runs {count(rows, 'row')} again whose results are lost" if rows else "")
+    for job_id in report.reduced:
+        yield f"  {job_id}: it keeps only its results, and cannot be retried"
+    for job_id in report.lost:
+        yield f"  {job_id}: its record could not be read, so the job is lost; its order can be sent again"
     for path in report.moved:
         yield f"  {path}: moved there, because nothing refers to it"
+
+
+def _table_line(table: SalvagedTable) -> str:
+    text = f"  {table.name}: "
+    if table.rows:
+        text += f"some of it could not be read, {count(table.rows, 'row')} could"
+        text += f" ({count(table.from_leaves)} of them below damaged pages)" if table.from_leaves else ""
+    else:
+        text += "nothing of it could be read"
+    text += f", {count(table.from_backup)} come from the backup" if table.from_backup else ""
+    return text + (f", {count(table.rebuilt)} were rebuilt from what the jobs have left" if table.rebuilt else "")
 
 
 async def _verify(session: Session, job_id: str) -> int:

@@ -28,7 +28,8 @@ from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.part_files import sync_folder
 from batchmill.services.data_dirs import backups, salvaged_small_jobs
-from batchmill.services.data_dirs.salvaged_small_jobs import SalvagedSmallJobs
+from batchmill.services.data_dirs.salvaged_small_jobs import Recovery, SalvagedSmallJobs
+from batchmill.services.data_dirs.salvaged_tables import Keys, SalvagedTables
 from batchmill.services.files.files import BATCH
 from batchmill.services.files.records import FileRecord
 from batchmill.states import JobState
@@ -38,7 +39,7 @@ from batchmill.store.sql.damaged_database import DamagedDatabase, Row, in_sql, i
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import files as file_table
 from batchmill.store.sql.tables import jobs, logged_files, metadata, removals
-from batchmill.types import SalvagedTable, SalvageReport
+from batchmill.types import SalvageReport
 from batchmill.wire.job_spec import JobSpec
 
 WORK, SALVAGED = "salvage", f"{DATABASE}.salvaged"
@@ -47,6 +48,7 @@ LOGS = ("-wal", "-shm")
 LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # tables that a job's own folder can rebuild
 Progress = Callable[[str], None]
 INCOMPLETE = "incomplete.json"  # in the work folder: the tables that lost rows
+REBUILT = "its ledger is rebuilt"
 LOST_AND_FOUND = "lost+found"
 STAGING = "staging"
 _PATHS = {  # table -> the paths of its records' files, below the data directory
@@ -72,9 +74,9 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
         rebuild.copy_tables()
         rebuild.restore_uploads()
         rebuild.rebuild_jobs()
+        report = rebuild.report()
     finally:
         rebuild.close()
-    report = rebuild.report()
     with open(rebuild.path, "rb") as file:
         os.fsync(file.fileno())
     (work / INCOMPLETE).write_bytes(msgspec.json.encode(sorted(map(str, rebuild.incomplete))))
@@ -156,10 +158,11 @@ class _Salvage:
         self._database = Database(self.path)
         self._ledger = Ledger(self._database)
         self._small_jobs = SalvagedSmallJobs(self._ledger, data_dir)
-        self._tables: list[SalvagedTable] = []
+        self._tables = SalvagedTables(self._database)
         self.incomplete: set[str] = set()  # tables that lost rows
         self._from_backup: set[str] = set()  # jobs whose record comes from the backup
-        self._rebuilt: list[str] = []
+        self._recovered: dict[str, Recovery] = {}  # job id -> what has become of it
+        self._lost: list[str] = []
         self._failed: list[str] = []
 
     def close(self) -> None:
@@ -180,22 +183,21 @@ class _Salvage:
                 continue
             table_rows = self._damaged.read(table)
             copied = self._insert(table, table_rows.rows)
+            known_keys = self._tables.note_read(table, table_rows, copied)
             added = []
             if table_rows.is_damaged:
                 self.incomplete.add(table.name)
-                added = self._missing_rows(table)
+                added = self._missing_rows(table, known_keys)
                 self._insert(table, added)
-            if table_rows.rows or table_rows.is_damaged:
-                self._tables.append(SalvagedTable(str(table.name), copied, len(added), table_rows.is_damaged))
             if table_rows.rows or added:
                 self._progress(
                     f"{table.name}: {copied} rows read" + (f", {len(added)} from the backup" if added else "")
                 )
-
         if self._backup is not None:
             self._small_jobs.restore_ledgers(self._backup, self._from_backup)
+        self._tables.note_copied()
 
-    def _missing_rows(self, table: sa.Table) -> list[Row]:
+    def _missing_rows(self, table: sa.Table, known_keys: Keys) -> list[Row]:
         """Return the rows that the backup has and the damaged file has lost."""
         if self._backup is None or table.name in LEDGER - {"jobs"} or table.name == logged_files.name:
             return []  # what was logged then is on the disk, where another file may have its name by now
@@ -203,9 +205,6 @@ class _Salvage:
         query = in_sql(sa.select(*table.columns))
         with contextlib.closing(sqlite3.connect(f"file:{self._backup}?mode=ro&immutable=1", uri=True)) as db:
             rows = db.execute(query).fetchall()
-        with self._database.writer.begin() as db:
-            keys = [column for column in table.columns if column.primary_key]
-            known_keys = {tuple(key_values) for key_values in db.execute(sa.select(*keys))}
         missing = [row for row in rows if tuple(row[number] for number in key) not in known_keys]
         if table.name == file_table.name:
             missing = [
@@ -264,13 +263,13 @@ class _Salvage:
                 continue  # the next start removes its remains; a small job has nothing here but an index
             self._try_rebuild(home.name, self._rebuild)
         if self.incomplete & salvaged_small_jobs.TABLES:
-            self._small_jobs.remove_parts()
+            self._lost = [job_id for job_id in self._small_jobs.remove_parts() if job_id not in removed]
 
-    def _try_rebuild(self, job_id: str, rebuild: Callable[[str], bool]) -> None:
+    def _try_rebuild(self, job_id: str, rebuild: Callable[[str], Recovery | None]) -> None:
         try:
-            if rebuild(job_id):
-                self._rebuilt.append(job_id)
-                self._progress(f"{job_id}: its ledger is rebuilt")
+            if (recovery := rebuild(job_id)) is not None:
+                self._recovered[job_id] = recovery
+                self._progress(f"{job_id}: {'only its results are left' if recovery.is_reduced else REBUILT}")
         except (OSError, BatchmillError, msgspec.MsgspecError) as error:
             self._failed.append(f"{job_id}: {error}")
 
@@ -282,30 +281,30 @@ class _Salvage:
                 db.execute(jobs.delete().where(jobs.c.id == job_id))
         return removed
 
-    def _rebuild(self, job_id: str) -> bool:
+    def _rebuild(self, job_id: str) -> Recovery | None:
         files = JobFiles(self._data_dir, job_id)
         if files.ending.exists() and not (files.plan(0) / PLAN).exists():
             return self._restore_ended(files)
-        before = self._ledger.snapshot(job_id)
+        before, record = self._ledger.snapshot(job_id), None
         if before.state is None:
             spec = files.read_spec()
         else:
             record = self._ledger.job(job_id)
             spec = read_spec(record["spec"])
             if record["compacted"] is not None or not self._is_in_doubt(spec, before):
-                return False
+                return None
         after = repair.rebuild(AuditOrder(spec, str(self._data_dir), files.segment_place, before), lambda _: None)
         self._ledger.replace(spec, before, after)
-        return True
+        return Recovery.of(record, after)
 
-    def _restore_ended(self, files: JobFiles) -> bool:
+    def _restore_ended(self, files: JobFiles) -> Recovery | None:
         """Restore the lost record of a job of which only the results are left."""
         if self._ledger.snapshot(files.home.name).state is not None and files.home.name not in self._from_backup:
-            return False
+            return None
         values = retention.read_ending(files) | {"spec": files.spec.read_bytes()}
         with self._database.writer.begin() as db:
             db.execute(jobs.insert().prefix_with("OR REPLACE").values(values))
-        return True
+        return Recovery(is_reduced=True)
 
     def _is_in_doubt(self, spec: JobSpec, before: snapshot.Snapshot) -> bool:
         """Tell whether part of the job's record may be lost and can be rebuilt."""
@@ -321,8 +320,11 @@ class _Salvage:
 
     def report(self) -> SalvageReport:
         return SalvageReport(
-            is_sound=False, tables=self._tables, backup=None if self._backup is None else str(self._backup),
-            rebuilt=self._rebuilt, failed=self._failed,
+            is_sound=False, tables=self._tables.report(), backup=None if self._backup is None else str(self._backup),
+            rebuilt=[job_id for job_id, recovery in self._recovered.items() if not recovery.is_reduced],
+            reopened={job_id: recovery.reopened for job_id, recovery in self._recovered.items() if recovery.reopened},
+            reduced=[job_id for job_id, recovery in self._recovered.items() if recovery.is_reduced],
+            lost=self._lost, failed=self._failed,
         )  # fmt: skip
 
 

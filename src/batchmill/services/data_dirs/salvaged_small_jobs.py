@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
+from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.jobs import repair
@@ -42,6 +43,20 @@ LEDGER_TABLES = (shards, commits, error_counts)
 PARTS = (shards, commits, notes, outcome_blocks, packed_jobs)  # what retention removes of an ended job
 UNPLANNED = Rebuilt(0, Counters(), [], [], {})
 JOBS_AT_ONCE = 1000  # records of one query
+
+
+class Recovery(Struct, frozen=True):
+    """What has become of a job that was not as its files, or its plans and outcomes, say: its ledger is rebuilt."""
+
+    reopened: int = 0  # rows of which the outcomes are lost
+    is_reduced: bool = False  # it has ended, and keeps only its results
+
+    @classmethod
+    def of(cls, record: Record | None, after: Rebuilt) -> Recovery:
+        """Args: record: of the job, before."""
+        done = after.counters.rows_ok + after.counters.rows_failed
+        counted = 0 if record is None else record["rows_ok"] + record["rows_failed"]
+        return cls(max(after.reopened, counted - done, 0))
 
 
 class SalvagedSmallJobs:
@@ -78,8 +93,8 @@ class SalvagedSmallJobs:
             last = some[-1].id
             yield from (spec for spec in (read_spec(each.spec) for each in some) if spec.is_small)
 
-    def rebuild(self, job_id: str) -> bool:
-        """Rebuild the ledger of a job if it is not what the job's plan and outcomes say. Returns whether it was not.
+    def rebuild(self, job_id: str) -> Recovery | None:
+        """Rebuild the ledger of a job if it is not what the job's plan and outcomes say. Returns None if it is.
 
         Of an ended job of which rows are lost, only the results remain.
 
@@ -88,12 +103,12 @@ class SalvagedSmallJobs:
         record = self._ledger.job(job_id)
         spec, state = read_spec(record["spec"]), JobState(record["state"])
         if record["compacted"] is not None or state is JobState.FAILED:
-            return False
+            return None
         with self._unpacked(spec) as order:
             if order is None:
-                return record["rows"] > 0 and self._lose(record)
+                return self._lose(record) if record["rows"] > 0 else None
             if not audit.verify(order, lambda _: None).broken:
-                return False
+                return None
             after = repair.rebuild(order, lambda _: None)
             done = after.counters.rows_ok + after.counters.rows_failed
             if state in ENDED and done < record["rows_ok"] + record["rows_failed"] and _has_results(record):
@@ -102,7 +117,7 @@ class SalvagedSmallJobs:
         with self._database.writer.begin() as db:
             packed.store(db, job_id, plans)
         self._ledger.replace(spec, order.before, after)
-        return True
+        return Recovery.of(record, after)
 
     @contextmanager
     def _unpacked(self, spec: JobSpec) -> Iterator[AuditOrder | None]:
@@ -121,7 +136,7 @@ class SalvagedSmallJobs:
         finally:
             shutil.rmtree(files.home, ignore_errors=True)
 
-    def _lose(self, record: Record) -> bool:
+    def _lose(self, record: Record) -> Recovery:
         """What a retry needs of a job is lost: of an ended one the results remain, another one begins again."""
         job_id = record["id"]
         if JobState(record["state"]) in ENDED:
@@ -129,16 +144,19 @@ class SalvagedSmallJobs:
                 _drop(db, job_id)
                 db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=time.time()))
                 note_change(db, job_id)
-            return True
+            return Recovery(is_reduced=True)
         with self._database.writer.begin() as db:
             _drop(db, job_id)
         self._ledger.replace(read_spec(record["spec"]), self._ledger.snapshot(job_id), UNPLANNED)
-        return True
+        return Recovery.of(record, UNPLANNED)
 
-    def remove_parts(self) -> None:
+    def remove_parts(self) -> list[str]:
         """Remove what is left of jobs that are lost: an order that comes again must not be answered with one. Of ended
         jobs that keep only their results, remove what the backup still had.
+
+        Returns: the jobs that are lost.
         """
+        all_lost: set[str] = set()
         known, reduced = sa.select(jobs.c.id), sa.select(jobs.c.id).where(jobs.c.compacted.is_not(None))
         with self._database.writer.begin() as db:
             for table in (submissions, job_models, error_counts, *PARTS):
@@ -146,8 +164,10 @@ class SalvagedSmallJobs:
                 for job_id in lost:
                     if not JobFiles(self._data_dir, job_id).spec.exists():  # else a person may rebuild it
                         db.execute(table.delete().where(table.c.job == job_id))
+                        all_lost.add(job_id)
             for table in PARTS:
                 db.execute(table.delete().where(table.c.job.in_(reduced)))
+        return sorted(all_lost)
 
 
 def _drop(db: sa.Connection, job_id: str) -> None:

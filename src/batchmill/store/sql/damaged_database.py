@@ -36,6 +36,7 @@ class ReadableTable(Struct):
 
     rows: list[Row]
     is_damaged: bool  # some of it could not be read
+    from_leaves: int = 0  # rows below damaged pages
 
 
 def is_sound(path: Path) -> bool:
@@ -86,7 +87,9 @@ class DamagedDatabase:
         row_ids: list[int] = []
         found = _read(self._db, table, row_ids)
         if found.is_damaged and self._orphans is not None:
-            found.rows += self._orphans.rows(table, row_ids)
+            below = self._orphans.rows(table, row_ids)
+            found.rows += below
+            found.from_leaves = len(below)
         return found
 
     def version(self) -> int | None:
