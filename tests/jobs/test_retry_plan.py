@@ -36,7 +36,7 @@ def test_rows_that_failed_or_never_ran_are_planned(job):
         place = job.files.segment_place
         order = RetryOrder(job.spec, str(job.data_dir), None, place, job.ledger.committed("job"), generation)
         with closing(open_segments(place)) as segments:
-            assert plan_failed(replace(order, in_memory_rows=in_memory_rows), segments) == Opened(12, 8, {})
+            assert plan_failed(replace(order, in_memory_rows=in_memory_rows), segments) == Opened(12, 8, {}, [0])
         reader = PlanReader(job.files.plan(generation))
         reader.check()
         found.append((reader.plan, list(reader.row_numbers(0, reader.leaders))))

@@ -179,6 +179,25 @@ async def test_a_version_that_is_removed_while_an_order_is_taken(opened, tmp_pat
     assert len(await service.list(JobQuery())) == 2
 
 
+@pytest.mark.parametrize("rows", [4, 1200])
+async def test_a_retry_whose_version_was_removed(opened, tmp_path, rows):
+    """It is refused if failed rows go to that version, and the job stays as it was; other rows are run."""
+    service = await opened()
+    database = service._tools.database
+    values = {"name": "fragile", "branch": "main", "number": 1, "state": "ready", "created": 0.0, "source": ""}
+    await database.write(lambda db: db.execute(model_versions.insert().values(values)))
+    asked = order(tmp_path, "fragile", rows)
+    function = FunctionSpec("main/1", str(tmp_path), "0")
+    deployed = ModelSpec("fragile", "function_process", "app.py:fragile", function=function, allowed=["fragile"])
+    ended = await run(service, replace(asked, models=[deployed]))
+    assert (ended.state, ended.rows_failed) == ("completed", rows // 2)
+    await database.write(lambda db: db.execute(model_versions.update().values(state="removed")))
+    with pytest.raises(UnknownName, match="the version fragile@main/1 is removed; ready versions of fragile: none"):
+        await service.retry(ended.id)
+    assert ((view := await service.show(ended.id)).state, view.generation) == ("completed", 0)
+    assert (await service.verify(ended.id)).broken == []
+
+
 async def test_the_most_rows_of_a_small_job(opened, tmp_path):
     """A job of ROWS_MAX rows is a small one; with one row more it has a folder."""
     service = await opened()

@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, TermOver, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger import snapshot
+from batchmill.jobs.ledger.deployed import refuse_removed
+from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.records import BUILDING, version_info
 from batchmill.services.functions.versions import ModelVersions
+from batchmill.states import JobState
 from batchmill.store.sql.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.types.isolation import FunctionsEntry
@@ -249,6 +253,31 @@ async def test_a_version_that_is_removed_while_an_order_is_taken(place, keeps):
         place.choose("example_doubler", None, "1")
     assert (refused.value.code, refused.value.message) == (before.value.code, before.value.message)
     assert "is removed; ready versions of example_doubler: main/2, @prod" in refused.value.message
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_version_that_is_removed_while_a_retry_is_taken(place, is_first):
+    """What is stored first counts: the retry, and the version stays; or the removal, and the job stays as it was."""
+    await place.deploy()
+    spec = place.choose("example_doubler").spec
+    job = JobSpec("job_1", DatasetSpec(["x"]), [spec], TableForm(), Policy(), None, "", {}, 0.0)
+    await place.database.write(job_records.enter, job, None, None)
+    ledger = Ledger(place.database)
+    await place.database.call(ledger.move, job.id, JobState.CANCELLED, finished=1.0)
+    within = partial(refuse_removed, spec=job, models=[spec])
+
+    async def retry():
+        await place.database.call(partial(ledger.open_generation, within=within), job.id, 1, {}, 0)
+
+    async def remove():
+        await place.versions.remove("example_doubler", "main", "1")
+
+    first, second = (retry, remove) if is_first else (remove, retry)
+    await first()
+    with pytest.raises(Conflict if is_first else UnknownName, match="job uses" if is_first else "/1 is removed"):
+        await second()
+    record = ledger.job(job.id)
+    assert (record["state"], record["generation"]) == (("queued", 1) if is_first else ("cancelled", 0))
 
 
 @pytest.fixture

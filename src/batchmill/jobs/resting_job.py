@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -11,7 +12,7 @@ from batchmill.jobs.early_end import early_end_of
 from batchmill.jobs.intake import retries
 from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
-from batchmill.jobs.ledger import packed
+from batchmill.jobs.ledger import deployed, packed
 from batchmill.jobs.ledger.records import columns_of
 from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.runner_tools import RunnerTools
@@ -43,7 +44,11 @@ class RestingJob(RecordedJob):
         await self._move(state, reason=reason, message="", **columns_of(self.spec), **moved_columns(record, self.spec))
 
     async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
-        """Queue the failed rows of an ended job again, as `change` says. Raises: InvalidTransition, InvalidInput."""
+        """Queue the failed rows of an ended job again, as `change` says.
+
+        Raises: InvalidTransition, InvalidInput; UnknownName where a version of a function that they go to, or of the
+        class of the schema, has been removed.
+        """
         job_id, record = self.spec.id, await self._begin_again()
         await self._bring(record)
         if not self._is_planned(record):
@@ -60,9 +65,11 @@ class RestingJob(RecordedJob):
                 await self._stored.publish(self.files.plan(generation))
         await self._write_spec(self.spec)
         limit = self._tools.quota_of(self.spec)
+        models = [self.spec.models[number] for number in opened.models]
         await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit), **columns_of(self.spec),
+            None if limit is None else (self.spec.project, limit),
+            within=partial(deployed.refuse_removed, spec=self.spec, models=models), **columns_of(self.spec),
         )  # fmt: skip
 
     async def _begin_again(self) -> Record:

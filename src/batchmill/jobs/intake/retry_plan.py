@@ -53,6 +53,7 @@ class Opened(Struct, frozen=True):
     rows: int
     rows_ok: int  # leaders that keep their outcome
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
+    models: list[int]  # numbers of the models that the rows go to
 
 
 async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]) -> Opened:
@@ -84,10 +85,14 @@ def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
                 states.put(block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
         done = states.count(OK)
         rows = first.leaders - done
+        models: list[int] = []
         if rows:
             home = files.plan(order.generation)
             home.mkdir(parents=True, exist_ok=True)
             sizes = [plan.shard_rows(model, rows) for model in order.spec.models]
             folder = DiskFolder(home, partial(check_file, order.term))
-            plan.plan_again(first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, folder, order.model)
-    return Opened(rows, done, dict(settled))
+            planned = plan.plan_again(
+                first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, folder, order.model
+            )
+            models = [target.model for target in planned.targets if target.rows]
+    return Opened(rows, done, dict(settled), models)

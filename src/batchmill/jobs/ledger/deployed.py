@@ -1,10 +1,13 @@
-"""The deployed versions of a new job: one that was removed since its order was checked is found as the job is stored.
+"""The deployed versions of a job that is to run: one that was removed since its order was checked is found as the job,
+or its retry, is stored.
 
 Until the job ends, none of them is removed: `services/functions/records.py` looks at the jobs in the transaction that
 removes a version.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -39,11 +42,14 @@ class ModelsRemoved(UnknownName):
         return [model for model in models if _key_of(model) not in self._removed]
 
 
-def refuse_removed(db: sa.Connection, spec: JobSpec) -> None:
-    """Raises: UnknownName for the class of its schema; ModelsRemoved."""
+def refuse_removed(db: sa.Connection, spec: JobSpec, models: Sequence[ModelSpec] | None = None) -> None:
+    """Args: models: those that rows go to; None: all that rows of the job name.
+
+    Raises: UnknownName for the class of its schema; ModelsRemoved.
+    """
     if (schema := spec.form.schema) is not None and schema.version is not None:
         _refuse_class(db, schema.version)
-    used = [model for model in spec.models if not spec.used or model.name in spec.used]
+    used = [model for model in spec.models if not spec.used or model.name in spec.used] if models is None else models
     states = {model.name: _STATES.rows(db, {"of_name": model.name}) for model in used if _is_deployed(model)}
     gone = [model for model in used if _is_deployed(model) and _state(model, states[model.name]) != READY]
     if gone:

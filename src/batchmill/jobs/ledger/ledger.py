@@ -316,15 +316,18 @@ class Ledger:
 
     def open_generation(
         self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
-        **fields: object,
+        *, within: Callable[[sa.Connection], object] | None = None, **fields: object,
     ) -> None:  # fmt: skip
         """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows).
 
         `fields` of the job's record are set with it. `quota`: its project, and how many unfinished jobs that may have.
+        `within` is called in the transaction, before anything is changed.
 
         Raises: OverQuota.
         """
         with self._engine.begin() as db:
+            if within is not None:
+                within(db)
             if quota is not None:
                 records.refuse_unfinished(db, *quota)
             _check_next(db, job_id, JobState.QUEUED)
