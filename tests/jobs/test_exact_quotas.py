@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -76,6 +77,29 @@ async def _remove_and_fail(database, gone: list[int], project: str) -> None:
 
     with pytest.raises(Conflict):
         await database.write(remove)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_quota_is_exact_for_writes_that_share_transactions(tmp_path: Path, seed: int):
+    """Of those that wait together each is decided as if it came alone, whichever of the others fail."""
+    database, draw = open_database(tmp_path / "batchmill.db"), random.Random(seed)
+    stored: dict[str, list[int]] = {"a": [], "b": []}
+    for first in range(0, 400, 8):
+        writes, expected = [], []
+        for n in range(first, first + draw.randint(1, 8)):
+            project, write = draw.choice("ab"), draw.choice([database.write, database.write_short])
+            mine, fails = stored[project], draw.random() < 0.2
+            if mine and draw.random() < 0.3:
+                gone = mine.pop(draw.randrange(len(mine)))
+                writes.append(write(file_records.delete, f"file-{gone}"))
+                expected.append(None)
+                continue
+            writes.append(write(add, upload(n, project), MOST, fails=fails))
+            expected.append(OverQuota if len(mine) >= MOST else Conflict if fails else None)
+            mine += [] if expected[-1] else [n]
+        ended = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(each) if isinstance(each, BatchmillError) else None for each in ended] == expected, f"{seed}, {n}"
+    database.close()
 
 
 @pytest.mark.parametrize("reopening", ["retry", "rebuild"])

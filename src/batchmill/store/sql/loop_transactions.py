@@ -119,7 +119,7 @@ class LoopTransactions(SharedTransactions):
         results: list[Any] = []
         try:
             with ExitStack() as stack:
-                db = stack.enter_context(self._writer.begin_one(self._at_once))
+                db = stack.enter_context(self._writer.begin_one(self._at_once, is_on_loop=True))
                 with self._writer.joined(db):
                     for call in calls:
                         results.append(call.function(db))

@@ -14,21 +14,55 @@ Record = Mapping[str, Any]  # of a job: its columns by name
 Changes = Mapping[str, Record | None]  # job -> its new record; None: it is gone, or must be read
 ChangesListener = Callable[[Changes], None]
 NOTES = "notes"  # the option of a connection that has them
+BoundKey = tuple[str, str]  # quota, project
+
+
+class TakesLong(Exception):
+    """A call would hold the event loop: it runs again in the thread."""
 
 
 class Notes:
     """What a transaction notes while it runs; its connection carries it."""
 
-    def __init__(self, bounds: dict[tuple[str, str], int]) -> None:
+    def __init__(self, bounds: dict[BoundKey, int], *, is_on_loop: bool = False) -> None:
         """Args: bounds: as of `quotas`. They outlive the transaction."""
         self.jobs: dict[str, Record | None] = {}
-        self.bounds = bounds
+        self.is_on_loop = is_on_loop
         self.has_changed = False  # whether a statement may have changed something since this was last set
+        self._bounds = bounds
+        self._earlier: dict[BoundKey, int | None] = {}  # bounds that also hold without this transaction, if it counted
+
+    def bound(self, key: BoundKey) -> int | None:
+        """A number that the records of a quota do not exceed, as of `quotas`. None: it is unknown."""
+        return self._bounds.get(key)
+
+    def note_count(self, key: BoundKey, count: int) -> None:
+        """Note what was counted, perhaps after records were removed that a rollback brings back."""
+        self._earlier.setdefault(key, self._bounds.get(key))
+        self._bounds[key] = count
+
+    def note_added(self, key: BoundKey) -> None:
+        """Note one more record. It counts after a rollback, too: the transaction may be committed all the same."""
+        if key in self._bounds:
+            self._bounds[key] += 1
+        if (earlier := self._earlier.get(key)) is not None:
+            self._earlier[key] = earlier + 1
+
+    def forget_bounds(self, quota: str) -> None:
+        for key in [key for key in self._bounds if key[0] == quota]:
+            del self._bounds[key]
+            self._earlier[key] = None
 
     def forget(self) -> None:
-        """Have everything be read again that was noted: a part of the transaction has been rolled back."""
+        """Have jobs be read again that were noted, and no count of this transaction count: a part of it has been rolled
+        back.
+        """
         self.jobs.update(dict.fromkeys(self.jobs))
-        self.bounds.clear()
+        for key, earlier in self._earlier.items():
+            if earlier is None:
+                self._bounds.pop(key, None)
+            else:
+                self._bounds[key] = earlier
 
 
 def notes_of(db: sa.Connection) -> Notes | None:
@@ -65,7 +99,7 @@ class JoiningTransactions:
     def __init__(self, own: Transactions) -> None:
         self.own, self._shared = own, threading.local()
         self._listeners: list[ChangesListener] = []
-        self._bounds: dict[tuple[str, str], int] = {}
+        self._bounds: dict[BoundKey, int] = {}
 
     def listen(self, listener: ChangesListener) -> None:
         """Call `listener` after each transaction that noted changes, in its thread and before anybody learns its
@@ -89,9 +123,9 @@ class JoiningTransactions:
             yield db
 
     @contextlib.contextmanager
-    def begin_one(self, transactions: Transactions) -> Iterator[sa.Connection]:
+    def begin_one(self, transactions: Transactions, *, is_on_loop: bool = False) -> Iterator[sa.Connection]:
         """Begin a transaction that may be left in another thread. Who listens learns of its changes there."""
-        notes = Notes(self._bounds)
+        notes = Notes(self._bounds, is_on_loop=is_on_loop)
         try:
             with transactions.begin() as db:
                 yield db.execution_options(**{NOTES: notes})
