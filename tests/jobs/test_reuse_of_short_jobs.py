@@ -17,6 +17,7 @@ from batchmill.config.entries import ProjectEntry, RetentionEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import LedgerBroken
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs import retention
 from batchmill.jobs.intake import reuse_jobs
 from batchmill.jobs.intake.reuse_orders import KEEP_SMALL
 from batchmill.jobs.ledger.files import JobFiles
@@ -186,3 +187,21 @@ async def test_many_outcomes_are_sent_in_parts(service, chat, tmp_path, monkeypa
     earlier._offload = noting = Noting(earlier._offload)
     again = await asked(service, chat, written(tmp_path, ["a", "b", "c"]), ALL)
     assert again.rows_reused == 3 and noting.sizes == [1, 1, 1]
+
+
+@pytest.mark.parametrize("many_fail", [False, True])
+async def test_retention_indexes_many_at_once(many_fail, service, chat, tmp_path, monkeypatch):
+    """Before it removes anything of them, as a lookup does. One that cannot be indexed costs no other."""
+    monkeypatch.setattr(retention, "INDEXED_MAX", 4)
+    monkeypatch.setattr(reuse_jobs, "SMALL_JOBS_MAX", 3)
+    texts = "abcdef"
+    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in texts}
+    (tmp_path / "c.jsonl").unlink()  # its requests are not known any more
+    earlier = service.retention._reusable
+    earlier._offload = noting = Noting(earlier._offload, many_fail=many_fail)
+    await service.retention.sweep()
+    assert noting.sizes == ([3, 1, 1, 1, 1, 1, 2, 1, 1] if many_fail else [3, 1, 1, 2]), "c is tried once more"
+    assert await is_dropped(service)
+    assert [index_of(service, views[text], tmp_path).exists() for text in texts] == [text != "c" for text in texts]
+    again = await asked(service, chat, written(tmp_path, list(texts)), ALL)
+    assert (again.rows_reused, again.rows_ok) == (5, 6)

@@ -57,6 +57,7 @@ from batchmill.store.stored_files import StoredFiles, using
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"
 SWEPT_MAX = 100  # jobs that one sweep takes in hand
+INDEXED_MAX = 32  # jobs that are indexed together, before what a retry of them needs is removed
 log = logging.getLogger("batchmill.owner")
 
 LEAVING = ".leaving-"  # before the name of a folder that is being removed
@@ -64,6 +65,9 @@ LEAVING = ".leaving-"  # before the name of a folder that is being removed
 
 class Reusable(Protocol):
     """`jobs.intake.reuse_jobs.EarlierJobs`: what later jobs may take over of ended ones."""
+
+    async def index_small(self, job_ids: Sequence[str]) -> None:
+        """Do together what `keep` would do for each small one of these jobs, as far as that is possible."""
 
     async def keep(self, record: Record) -> None:
         """Called before the segments of a job are removed."""
@@ -109,12 +113,23 @@ class Retention:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
                 with _logged(job_id):
                     await self.remove(job_id, BY_AGE)
+        due: list[str] = []
         for record in await self._database.read(_whole, now - entry.intermediate_s, now - entry.retry_s):
             with _logged(record["id"]):
                 is_there = await self._has_results(record)
                 if record["finished"] <= now - self._kept_s(record, is_there=is_there):
-                    await self._compact(record["id"], now)
+                    due.append(record["id"])
+            if len(due) == INDEXED_MAX:
+                await self._compact_all(due, now)
+                due = []
+        await self._compact_all(due, now)
         await self._reusable.forget()
+
+    async def _compact_all(self, job_ids: Sequence[str], now: float) -> None:
+        await self._reusable.index_small(job_ids)
+        for job_id in job_ids:
+            with _logged(job_id):
+                await self._compact(job_id, now)
 
     async def _has_results(self, record: Record) -> bool:
         """Whether the results of a job are where they were written."""

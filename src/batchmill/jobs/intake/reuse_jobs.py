@@ -340,14 +340,10 @@ class EarlierJobs:
         small jobs, which may be very many, only those that lookups still look at are kept.
         """
         spec, files = read_spec(record["spec"]), JobFiles(self._data_dir, record["id"])
-        is_wanted = stays_reusable(spec) or (files.reuse / INDEX).exists()
-        if not is_wanted or not record["rows_ok"] or record["finished"] < self._since(spec):
-            return
-        if await self._ledger.database.read(_has_deleted_results, spec.id):
+        if not await self._is_kept(record, spec, files):
             return
         if spec.is_small:
-            if record["finished"] >= await self._oldest_of(spec.project):
-                await self._index_small([record])
+            await self._index_small([record])
             return
         async with AsyncExitStack() as stack:
             if self._stored.is_elsewhere and not await self._brought(record, files, stack):
@@ -363,6 +359,28 @@ class EarlierJobs:
                 log.warning("the results of the job %s cannot be reused any more: %s", spec.id, error)
                 return
             await self._stored.publish(files.reuse)
+
+    async def _is_kept(self, record: Record, spec: JobSpec, files: JobFiles) -> bool:
+        """Whether later jobs may take over results of an ended one once it keeps nothing else."""
+        is_wanted = stays_reusable(spec) or (files.reuse / INDEX).exists()
+        if not is_wanted or not record["rows_ok"] or record["finished"] < self._since(spec):
+            return False
+        if await self._ledger.database.read(_has_deleted_results, spec.id):
+            return False
+        return not spec.is_small or record["finished"] >= await self._oldest_of(spec.project)
+
+    async def index_small(self, job_ids: Sequence[str]) -> None:
+        """Called before `keep`: those of the jobs that are small get their indexes in few child processes."""
+        by_project: dict[str, list[Record]] = {}
+        for record in await self._ledger.database.read(_ended_of, job_ids):
+            spec = read_spec(record["spec"])
+            if spec.is_small and await self._is_kept(record, spec, JobFiles(self._data_dir, spec.id)):
+                by_project.setdefault(spec.project, []).append(record)
+        for records in by_project.values():
+            try:
+                await self._index_small(records)
+            except (BatchmillError, OSError) as error:  # `keep` tries each by itself
+                log.warning("small jobs are indexed one by one: %s", error)
 
     async def forget(self) -> None:
         """Remove what is kept of results that are too old to be taken over, or that were deleted; of small jobs, also
@@ -463,6 +481,15 @@ def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Seq
         jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.finished >= since, *_HAS_RESULTS
     )
     return db.execute(query.order_by(jobs.c.finished.desc()).limit(jobs_max)).mappings().all()
+
+
+def _ended_of(db: sa.Connection, job_ids: Sequence[str]) -> Sequence[Record]:
+    """Those of some jobs that have ended, and have everything."""
+    names = ("id", "spec", "generation", "rows_ok", "finished", "compacted")
+    query = sa.select(*(jobs.c[name] for name in names)).where(
+        jobs.c.id.in_(job_ids), jobs.c.state.in_(ENDED), jobs.c.compacted.is_(None)
+    )
+    return db.execute(query.order_by(jobs.c.finished)).mappings().all()
 
 
 def _oldest_ended(db: sa.Connection, project: str, jobs_max: int) -> float:
