@@ -1,8 +1,10 @@
 """Jobs through servers on PostgreSQL, an object store and Ray, while a seeded series of faults arrives.
 
 One server owns the database and another stands by; a third one has its workers on a Ray cluster, if
-BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray]. Each fault strikes in the middle of a batch; then the
-batch and a small one are audited: one outcome a row, the right content, a sound ledger. Linux only.
+BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray]; a fourth one has SQLite in its data directory. Each fault
+strikes in the middle of a batch, while clients create batches of five rows, cancel some, read their results and remove
+files. Then all batches are audited: one batch a create, one outcome a row, the right content, a sound ledger, and
+everything as a client has seen it. Linux only.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from shutil import rmtree
+from pathlib import Path
+from shutil import copyfile, rmtree
 
 import harness
 import httpx2
-from fault_campaign import DATABASE, LOOK_S, ROWS, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from fault_campaign import DATABASE, ROWS, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from fault_clients import LOOK_S, TIMEOUT_S, Clients
 from transaction_pooler import TransactionPooler
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
@@ -257,10 +261,7 @@ def head_killed(campaign: Campaign, _: Outcome) -> Undo:
 def ray_owner_killed(campaign: Campaign, _: Outcome) -> Undo:
     """SIGKILL for the owner of workers on Ray, which is started again."""
     server, _cluster = on_ray(campaign)
-    server.signal(signal.SIGKILL)
-    server.wait()
-    server.start()
-    harness.wait_until(server.is_owner, TIMEOUT_S, "the server on Ray", look_s=LOOK_S)
+    kill_and_start(campaign, server)
     return nothing
 
 
@@ -275,7 +276,54 @@ def hostile_pickle(campaign: Campaign, outcome: Outcome) -> Undo:
     return nothing
 
 
-# Each fault, and how many of 200 it is.
+# -- on one machine ---------------------------------------------------------------------------------------------------
+
+
+def alone(campaign: Campaign) -> Server:
+    assert campaign.alone is not None, "a fault of the server on SQLite without it"
+    return campaign.alone
+
+
+def kill_and_start(campaign: Campaign, server: Server) -> None:
+    """SIGKILL for a server; its workers end by themselves, or live to see the next one."""
+    server.signal(signal.SIGKILL)
+    server.wait()
+    server.start()
+    campaign.wait_for(server)
+
+
+def alone_killed(campaign: Campaign, _: Outcome) -> Undo:
+    """SIGKILL for the server, which is started again."""
+    kill_and_start(campaign, alone(campaign))
+    return nothing
+
+
+def alone_group_killed(campaign: Campaign, _: Outcome) -> Undo:
+    """SIGKILL for the server and every process of it, and it is started again."""
+    server = alone(campaign)
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    kill_and_start(campaign, server)
+    return nothing
+
+
+def alone_stopped(campaign: Campaign, _: Outcome) -> Undo:
+    """SIGSTOP for the server, SIGCONT some seconds later: clients have given up on some of their requests by then."""
+    server = alone(campaign)
+    server.signal(signal.SIGSTOP)
+    time.sleep(campaign.chance.uniform(1, 8))
+    server.signal(signal.SIGCONT)
+    return nothing
+
+
+def alone_worker_killed(campaign: Campaign, _: Outcome) -> Undo:
+    """SIGKILL for one process below the server."""
+    if pids := alone(campaign).processes():
+        os.kill(campaign.chance.choice(pids), signal.SIGKILL)
+    return nothing
+
+
+# Each fault, and how many of 230 it is.
 FAULTS: dict[str, tuple[Injection, int]] = {
     "store_slow_down": (store_fault("slow_down"), 22), "store_reset": (store_fault("reset"), 22),
     "store_lost_reply": (store_fault("lost_reply"), 22), "store_truncated": (store_fault("truncated"), 22),
@@ -286,6 +334,8 @@ FAULTS: dict[str, tuple[Injection, int]] = {
     "owner_killed": (owner_killed, 4), "owner_lost": (owner_lost, 4), "owner_stopped": (owner_stopped, 4),
     "owner_cut_off": (owner_cut_off, 3),
 }  # fmt: skip
+OBJECT_FAULTS = (*(kind for kind in FAULTS if kind.startswith("store_")), "orphan_object", "credentials_expired",
+                 "owner_lost")  # fmt: skip
 RAY_FAULTS: dict[str, tuple[Injection, int]] = {
     "actor_killed": (signal_one("ray::HostedWorker", signal.SIGKILL), 10),
     "actor_evicted": (signal_one("ray::HostedWorker", signal.SIGTERM), 6),
@@ -293,7 +343,11 @@ RAY_FAULTS: dict[str, tuple[Injection, int]] = {
     "node_drained": (lose_node("drain"), 2), "nodes_late": (nodes_late, 1), "head_killed": (head_killed, 2),
     "ray_owner_killed": (ray_owner_killed, 1), "hostile_pickle": (hostile_pickle, 1),
 }  # fmt: skip
-ALL_FAULTS = {**FAULTS, **RAY_FAULTS}
+ALONE_FAULTS: dict[str, tuple[Injection, int]] = {
+    "alone_killed": (alone_killed, 12), "alone_group_killed": (alone_group_killed, 8),
+    "alone_stopped": (alone_stopped, 4), "alone_worker_killed": (alone_worker_killed, 6),
+}  # fmt: skip
+ALL_FAULTS = {**FAULTS, **RAY_FAULTS, **ALONE_FAULTS}
 TAKE_OVERS = ("end_sessions", "database_stopped", "database_away", "owner_killed", "owner_lost", "owner_stopped",
               "owner_cut_off")  # fmt: skip
 
@@ -313,22 +367,26 @@ def series(seed: int, count: int, kinds: list[str]) -> Iterator[str]:
 
 
 @contextmanager
-def running_campaign(seed: int, *, is_apart: bool, has_ray: bool) -> Iterator[Campaign]:
+def running_campaign(arguments: argparse.Namespace, kinds: list[str]) -> Iterator[Campaign]:
+    clients = Clients(arguments.clients, arguments.pause) if arguments.clients else None
     with harness.work_folder() as folder, ExitStack() as stack:
-        yield Campaign(folder, seed, stack, is_apart=is_apart, has_ray=has_ray)
+        yield Campaign(
+            folder, arguments.seed, stack, is_apart=arguments.apart, has_ray=not RAY_FAULTS.keys().isdisjoint(kinds),
+            has_alone=not ALONE_FAULTS.keys().isdisjoint(kinds), has_objects=not arguments.files, clients=clients,
+        )  # fmt: skip
 
 
 def print_table(outcomes: list[Outcome]) -> None:
     print(
-        "| fault | times | between calls | jobs | rows | again | lost | doubled | wrong | recovery median, max | all "
-        "| flaws | unmet |"
+        "| fault | times | between calls | jobs | short | rows | again | lost | doubled | wrong | recovery median, max "
+        "| all | flaws | unmet |"
     )
-    print("|" + " --- |" * 13)
+    print("|" + " --- |" * 14)
     for fault in ALL_FAULTS:
         if found := [each for each in outcomes if each.fault == fault]:
-            sums = [sum(getattr(each, name) for each in found) for name in ("jobs", "rows", "again", "lost", "doubled")]
-            between = sum(0 < each.called < ROWS for each in found)
-            cells = [len(found), between, *sums, sum(each.wrong for each in found)]
+            names = ("jobs", "short", "rows", "again", "lost", "doubled", "wrong")
+            sums = [sum(getattr(each, name) for each in found) for name in names]
+            cells = [len(found), sum(0 < each.called < ROWS for each in found), *sums]
             times = [each.recovery_s for each in found]
             cells.append(f"{statistics.median(times):.1f} s, {max(times):.1f} s")
             cells.append(f"{statistics.median(each.whole_s for each in found):.1f} s")
@@ -339,11 +397,16 @@ def print_table(outcomes: list[Outcome]) -> None:
 def main() -> None:
     """Run the series, and print what became of the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--faults", type=int, default=230)
     parser.add_argument("--kinds", nargs="+", choices=ALL_FAULTS, default=None)
     parser.add_argument("--seconds", type=float, default=7200.0, help="no fault begins later")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--apart", action="store_true", help="a data directory for each server")
+    parser.add_argument("--clients", type=int, default=4, help="that create batches of five rows meanwhile")
+    parser.add_argument("--pause", type=float, default=0.5, help="of a client, between two batches, in seconds")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--apart", action="store_true", help="a data directory for each server")
+    place.add_argument("--files", action="store_true", help="without an object store, and so without its faults")
+    parser.add_argument("--logs", type=Path, help="a folder that gets the logs of the servers if there is a flaw")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # servers are ended on the way out
@@ -351,18 +414,21 @@ def main() -> None:
     outcomes: list[Outcome] = []
     began = time.monotonic()
     has_ray = bool(os.environ.get("BATCHMILL_RAY_PYTHON"))
-    kinds = arguments.kinds or list(ALL_FAULTS if has_ray else FAULTS)
+    kinds = [
+        kind for kind in arguments.kinds or (ALL_FAULTS if has_ray else {**FAULTS, **ALONE_FAULTS})
+        if not (arguments.files and kind in OBJECT_FAULTS)
+    ]  # fmt: skip
     if not has_ray:
         print("without the faults of Ray: BATCHMILL_RAY_PYTHON is not set", file=sys.stderr)
-    is_asked = not RAY_FAULTS.keys().isdisjoint(kinds)
-    with running_campaign(arguments.seed, is_apart=arguments.apart, has_ray=is_asked) as campaign:
+    with running_campaign(arguments, kinds) as campaign:
         for number, fault in enumerate(series(arguments.seed, arguments.faults, kinds), 1):
             if time.monotonic() - began > arguments.seconds:
                 break
             try:
                 if fault in TAKE_OVERS:
                     campaign.ensure_standby()
-                outcomes.append(campaign.strike(fault, ALL_FAULTS[fault][0], on_ray=fault in RAY_FAULTS))
+                target = campaign.ray if fault in RAY_FAULTS else campaign.alone if fault in ALONE_FAULTS else None
+                outcomes.append(campaign.strike(fault, ALL_FAULTS[fault][0], target))
             except (AssertionError, harness.CommandFailed, subprocess.TimeoutExpired, httpx2.HTTPError) as error:
                 outcomes.append(Outcome(fault, flaws=[f"did not recover: {error!r}"]))
             last = outcomes[-1]
@@ -370,6 +436,8 @@ def main() -> None:
             if last.flaws:
                 for each in campaign.servers:
                     print(f"{each.folder.name}: {each.log.read_text()[-2000:]}", file=sys.stderr)
+                    if arguments.logs is not None:
+                        copyfile(each.log, arguments.logs / f"{each.folder.name}.log")
                 break
     if arguments.json:
         print(json.dumps({"seed": arguments.seed, "faults": [asdict(each) for each in outcomes]}))

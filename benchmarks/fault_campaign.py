@@ -1,7 +1,8 @@
-"""The servers of `cluster_faults.py`, the rows that run through them, and the audit of both. Linux only.
+"""The servers of `cluster_faults.py`, the batches that run through them, and the audit of both. Linux only.
 
 Two servers share one PostgreSQL database and one object store, each behind proxies of its own. A third one has a
 database of its own and its workers on a Ray cluster, if BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray].
+A fourth one has nothing but its data directory, with SQLite in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,20 @@ from typing import Any
 
 import harness
 import httpx2
+from fault_clients import (
+    ENDED,
+    LOOK_S,
+    TIMEOUT_S,
+    Clients,
+    NoAnswer,
+    ShortBatch,
+    answer_of,
+    answered,
+    check,
+    created_since,
+    order_of,
+    upload_of,
+)
 
 sys.path.insert(0, str(harness.ROOT / "tests" / "cluster"))
 sys.path.insert(0, str(harness.ROOT / "tests"))
@@ -33,8 +48,7 @@ from ray_support import Nodes, free_port, ray_nodes
 
 BUCKET, DATABASE, RAY_DATABASE = "campaign", "campaign", "campaign_ray"
 ROWS, SMALL_ROWS = 100, 5
-TIMEOUT_S, LOOK_S = 90.0, 0.05
-ENDED = ("completed", "failed", "expired", "cancelled")
+LONG = "text"  # begins the texts of the rows of a campaign's own batches
 CODE = """
 import time
 
@@ -52,6 +66,8 @@ CONFIG = """
 engine = "function"
 source = "app.py:steady"
 workers = {workers}
+"""
+DATABASE_CONFIG = """
 [database]
 url = "postgresql+psycopg://batchmill@127.0.0.1:{port}/{database}"
 [secrets]
@@ -75,8 +91,9 @@ class Server:
 
     def __init__(
         self, folder: Path, campaign: Campaign, s3: str, stack: ExitStack, *, data_dir: Path,
-        database: str = DATABASE, workers: int = 1, more: str = "",
+        database: str | None = DATABASE, workers: int = 1, more: str = "",
     ) -> None:  # fmt: skip
+        """Args: database: a name at the PostgreSQL server; None: SQLite, and no object store."""
         self.folder, self.log, self.data_dir = folder, folder / "log", data_dir
         folder.mkdir()
         self.proxy = TcpProxy(campaign.postgres.port)
@@ -84,10 +101,12 @@ class Server:
         self.store = stack.enter_context(faulty_objects(s3))
         self.environment = {**os.environ, **s3_environment(self.store.url)}
         (folder / "app.py").write_text(CODE.format(calls=str(campaign.calls)))
-        keys = campaign.folder / "keys"
-        config = CONFIG.format(port=self.proxy.port, database=database, keys=keys, workers=workers)
-        storage = STORAGE_CONFIG.format(bucket=BUCKET, database=database) if campaign.has_objects else ""
-        (folder / "batchmill.toml").write_text(config + storage + more)
+        config = CONFIG.format(workers=workers)
+        if database is not None:
+            config += DATABASE_CONFIG.format(port=self.proxy.port, database=database, keys=campaign.folder / "keys")
+            if campaign.has_objects:
+                config += STORAGE_CONFIG.format(bucket=BUCKET, database=database)
+        (folder / "batchmill.toml").write_text(config + more)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -175,6 +194,7 @@ class Outcome:
 
     fault: str
     jobs: int = 0
+    short: int = 0  # those of them that clients created meanwhile
     rows: int = 0
     lost: int = 0
     doubled: int = 0
@@ -193,13 +213,16 @@ class Campaign:
     Args:
         is_apart: a data directory for each of the two servers.
         has_ray: with the third server.
+        has_alone: with the fourth server.
         has_objects: without, the servers keep everything in their data directories.
+        clients: that create short batches all the time. None: nobody does.
     """
 
     def __init__(
-        self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool, has_objects: bool = True
-    ) -> None:
-        self.has_objects = has_objects
+        self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool, has_alone: bool = False,
+        has_objects: bool = True, clients: Clients | None = None,
+    ) -> None:  # fmt: skip
+        self.has_objects, self.clients = has_objects, clients
         self.folder, self.chance, self.calls = folder, random.Random(seed), folder / "calls"
         self.calls.touch()
         self.postgres = PostgresServer("fsync=on", "shared_buffers=32MB", "autovacuum=off")
@@ -213,9 +236,13 @@ class Campaign:
         ]
         self.ray: Server | None = None
         self.cluster: RayCluster | None = None
+        self.alone: Server | None = None
         self.target: Server | None = None  # that the rows go to; None: to whichever of the two is the owner
         if has_ray:
             self._add_ray(s3, stack)
+        if has_alone:
+            self.alone = Server(folder / "alone", self, s3, stack, data_dir=folder / "alone" / "data", database=None)
+            self.servers.append(self.alone)
         stack.callback(self.end_servers)
         self.owner, self.standby = self.servers[:2]
         for each in (self.owner, *self.servers[2:]):
@@ -223,8 +250,8 @@ class Campaign:
         harness.wait_until(self.owner.is_owner, TIMEOUT_S, "the first owner", look_s=LOOK_S)
         self.standby.start()
         harness.wait_until(self.standby.is_standing_by, TIMEOUT_S, "the standby", look_s=LOOK_S)
-        if self.ray is not None:
-            harness.wait_until(self.ray.is_owner, TIMEOUT_S, "the server on Ray", look_s=LOOK_S)
+        for each in self.servers[2:]:
+            self.wait_for(each)
         self.texts = 0
 
     def _add_ray(self, s3: str, stack: ExitStack) -> None:
@@ -236,6 +263,9 @@ class Campaign:
             workers=2, more=RAY_CONFIG.format(address=self.cluster.nodes.address, python=python),
         )  # fmt: skip
         self.servers.append(self.ray)
+
+    def wait_for(self, server: Server) -> None:
+        harness.wait_until(server.is_owner, TIMEOUT_S, f"the server {server.folder.name}", look_s=LOOK_S)
 
     def end_servers(self) -> None:
         for each in self.servers:
@@ -286,34 +316,30 @@ class Campaign:
         """The one that the rows go to."""
         return self.target or self.owner
 
-    def call(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
+    def ask(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
         """Ask the server, again until it answers: a fault may have struck in between."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                reply = httpx2.request(method, f"{self.server.url}{path}", timeout=20, verify=False, **arguments)
-                if reply.status_code < 500:
-                    return reply.raise_for_status()
-                problem = f"{reply.status_code} {reply.text[:300]}"
-            except httpx2.TransportError as error:
-                problem = repr(error)
-            if time.monotonic() > deadline:
-                raise harness.CommandFailed(f"{method} {path}: {problem}")
-            time.sleep(LOOK_S)
+
+        def send(_: int) -> httpx2.Response:
+            return httpx2.request(method, f"{self.server.url}{path}", timeout=20, verify=False, **arguments)
+
+        try:
+            return answered(send)
+        except NoAnswer as error:
+            raise harness.CommandFailed(f"{method} {path}: {error}") from None
+
+    def call(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
+        return self.ask(method, path, **arguments).raise_for_status()
 
     def submit(self, count: int) -> tuple[str, list[str]]:
         """A batch of rows with texts that no other batch has; its id and its texts."""
-        texts = [f"text {n}" for n in range(self.texts, self.texts + count)]
+        texts = [f"{LONG} {n}" for n in range(self.texts, self.texts + count)]
         self.texts += count
-        lines = [json.dumps(row(text)) for text in texts]
-        files = {"file": ("rows.jsonl", "\n".join(lines) + "\n")}
-        file = self.call("POST", "/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
-        order = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        return self.call("POST", "/v1/batches", json=order).json()["id"], texts
+        file = self.call("POST", "/v1/files", **upload_of(texts)).json()["id"]
+        return self.call("POST", "/v1/batches", json=order_of(file)).json()["id"], texts
 
     def count_calls(self) -> int:
-        """Rows that a model was called for, on all servers."""
-        return self.calls.read_bytes().count(b"\n")
+        """Rows of the campaign's own batches that a model was called for, on all servers."""
+        return self.calls.read_bytes().count(LONG.encode())
 
     def done(self, batch: str) -> dict[str, Any]:
         return self.call("GET", f"/v1/batches/{batch}").json()
@@ -327,29 +353,76 @@ class Campaign:
                 outcome.lost += len(texts) - found["request_counts"]["completed"]
                 return
             time.sleep(LOOK_S)
-        outcome.jobs += 1
-        outcome.rows += len(texts)
         if found["status"] != "completed" or not found.get("output_file_id"):
             outcome.flaws.append(f"{batch} ended as {found['status']}: {found.get('errors')}")
-            outcome.lost += len(texts)
-            return
-        content = self.call("GET", f"/v1/files/{found['output_file_id']}/content").text
+        content = ""
+        if file := found.get("output_file_id"):
+            content = self.call("GET", f"/v1/files/{file}/content").text
+        self._audit_rows(batch, texts, content, outcome)
+
+    def _audit_rows(
+        self, batch: str, texts: list[str], content: str, outcome: Outcome, *, is_cancelled: bool = False
+    ) -> None:
+        """Compare the results of a batch with its rows, and verify its ledger. Of one that was cancelled, rows that
+        have not run have errors, or there are no results.
+        """
+        outcome.jobs += 1
+        outcome.rows += len(texts)
         answers = [json.loads(line) for line in content.splitlines()]
         counts = Counter(each["custom_id"] for each in answers)
-        outcome.lost += sum(not counts[text] for text in texts)
         outcome.doubled += sum(count - 1 for count in counts.values())
-        outcome.wrong += sum(answer_of(each) != each["custom_id"].upper() for each in answers)
-        called = Counter(self.calls.read_text().splitlines())
-        outcome.again += sum(called[text] - 1 for text in texts)
+        if not is_cancelled or answers:
+            outcome.lost += sum(not counts[text] for text in texts)
+        for each in answers:
+            outcome.wrong += answer_of(each) != each["custom_id"].upper() and not (is_cancelled and each["error"])
         # What `batchmill ledger verify` calls.
         report = self.call("POST", f"/batchmill/v1/jobs/{batch.replace('batch_', 'job_')}/verify").json()
-        if report["broken"] or report["rows_done"] != len(texts):
+        if report["broken"] or (report["rows_done"] != len(texts) and not is_cancelled):
             outcome.flaws.append(f"ledger verify {batch}: {report}")
 
-    def strike(self, fault: str, inject: Injection, *, on_ray: bool) -> Outcome:
-        """Inject a fault when part of a batch has run, and audit that batch and a small one sent afterwards."""
-        outcome, started = Outcome(fault), time.monotonic()
-        self.target = self.ray if on_ray else None
+    def _audit_short(self, batches: list[ShortBatch], since: int, outcome: Outcome) -> None:
+        """Compare what clients have seen with what is there. Args: since: when they began."""
+        for each in batches:
+            outcome.flaws += check(each, self.ask)
+            content, is_cancelled = "".join(each.contents.values()), each.end["status"] == "cancelled"
+            self._audit_rows(each.id, each.texts, content, outcome, is_cancelled=is_cancelled)
+        outcome.short = len(batches)
+        counts = created_since(since, self.ask)
+        for each in batches:
+            if counts[each.input] != 1:
+                outcome.flaws.append(f"{counts[each.input]} batches of the file of {each}")
+
+    def count_again(self, texts: Iterable[str], outcome: Outcome) -> None:
+        """Count the rows that a model was called for more than once."""
+        called = Counter(self.calls.read_text().splitlines())
+        outcome.again += sum(max(0, called[text] - 1) for text in texts)
+
+    def strike(self, fault: str, inject: Injection, target: Server | None) -> Outcome:
+        """Inject a fault when part of a batch has run, and audit that batch, a small one sent afterwards, and those
+        that clients have created meanwhile.
+
+        Args: target: the server that they go to; None: whichever of the first two is the owner.
+        """
+        outcome, started, since = Outcome(fault), time.monotonic(), int(time.time())
+        self.target = target
+        with ExitStack() as stack:
+            if self.clients is not None:
+                urls = [each.url for each in ([target] if target else [self.owner, self.standby])]
+                stack.enter_context(self.clients.running(urls, self.chance.randrange(1 << 32)))
+            texts = self._struck(outcome, inject)
+        if self.clients is not None:
+            outcome.flaws += self.clients.flaws
+            ended = [each for each in self.clients.batches if each.end]  # of the others there is a flaw
+            self._audit_short(ended, since, outcome)
+            texts += [text for each in ended for text in each.texts]
+        self.count_again(texts, outcome)
+        outcome.whole_s = time.monotonic() - started
+        return outcome
+
+    def _struck(self, outcome: Outcome, inject: Injection) -> list[str]:
+        """Inject a fault when part of a batch has run, and audit that batch and a small one sent afterwards. Returns:
+        the texts of both.
+        """
         called = self.count_calls()
         batch, texts = self.submit(ROWS)
         goal = called + self.chance.randrange(ROWS // 10, 9 * ROWS // 10)
@@ -369,18 +442,8 @@ class Campaign:
         self.audit(batch, texts, outcome)
         self.audit(small, small_texts, outcome)
         undo()
-        outcome.whole_s = time.monotonic() - started
-        return outcome
+        return texts + small_texts
 
 
 Undo = Callable[[], None]
 Injection = Callable[[Campaign, Outcome], Undo]
-
-
-def row(text: str) -> dict[str, Any]:
-    body = {"model": "steady", "messages": [{"role": "user", "content": text}]}
-    return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-
-def answer_of(line: dict[str, Any]) -> str:
-    return line["response"]["body"]["choices"][0]["message"]["content"] if line.get("response") else ""

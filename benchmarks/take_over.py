@@ -17,7 +17,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import harness
-from fault_campaign import TIMEOUT_S, Campaign, Outcome, Server
+from fault_campaign import Campaign, Outcome, Server
+from fault_clients import TIMEOUT_S
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
@@ -60,6 +61,7 @@ def measure(campaign: Campaign, fault: str, outcome: Outcome) -> tuple[float, fl
         outcome.flaws.append(f"the old owner changed {lost.writes() - written} objects")
     campaign.take_over()
     campaign.audit(batch, texts, outcome)
+    campaign.count_again(texts, outcome)
     campaign.restart_standby()
     return owned_s, seconds
 

@@ -14,13 +14,14 @@ SEED = 3
 KINDS = (
     "owner_stopped", "owner_lost", "end_sessions", "store_slow_down", "store_lost_reply", "orphan_object",
     "credentials_expired", "worker_killed", "actor_killed", "actor_evicted", "node_removed", "driver_killed",
+    "alone_killed",
 )  # fmt: skip
 
 
 @pytest.mark.timeout(300)
 def test_a_short_campaign(tmp_path: Path):
     """Each kind once; what failed is named with its seed and its fault."""
-    words = [SCRIPT, "--json", "--seed", SEED, "--faults", len(KINDS), "--kinds", *KINDS]
+    words = [SCRIPT, "--json", "--seed", SEED, "--faults", len(KINDS), "--clients", 1, "--pause", 3, "--kinds", *KINDS]
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         env={**os.environ, "BENCHMARK_DATA": str(tmp_path), "BATCHMILL_RAY_PYTHON": ray_python()},
@@ -32,4 +33,5 @@ def test_a_short_campaign(tmp_path: Path):
     assert done.returncode == 0, f"seed {SEED}:\n{done.stderr[-6000:]}"
     outcomes = json.loads(done.stdout.splitlines()[-1])["faults"]
     assert sorted(each["fault"] for each in outcomes) == sorted(KINDS)
-    assert all(each["jobs"] == 2 and not each["flaws"] for each in outcomes), outcomes
+    assert all(each["jobs"] == 2 + each["short"] and not each["flaws"] for each in outcomes), outcomes
+    assert sum(each["short"] for each in outcomes) >= len(KINDS), "clients have created batches meanwhile"
