@@ -21,7 +21,18 @@ from batchmill.executors.ray.executor import UNSENT_BYTES, RayExecutor
 from batchmill.executors.ray.frames import Beat
 from batchmill.types import Lease, LiveRequest, ModelSpec, Needs, Provision
 from batchmill.types.cluster import ClusterEntry
-from batchmill.wire.messages import Answered, AnswerLive, Answers, Drain, Failed, Grant, Provide, Ready, Start
+from batchmill.wire.messages import (
+    Answered,
+    AnswerLive,
+    Answers,
+    Drain,
+    Failed,
+    Grant,
+    Provide,
+    Ready,
+    ReplyChunk,
+    Start,
+)
 
 WAITS = """
 import time
@@ -39,7 +50,8 @@ echo "$OMP_NUM_THREADS" > {found}
 exit 1
 """
 WRONG_CLOCK = Path(__file__).parent.parent / "fakes" / "wrong_clock"
-STORE_BYTES = 16 * 1024 * 1024
+STORE_BYTES = 256 * 1024
+LONG_REPLY = 3 * STORE_BYTES  # a worker sends so much before its owner has to answer
 SMALL_STORE = {
     "STORE_BYTES": str(STORE_BYTES),
     "RAY_automatic_object_spilling_enabled": "0",
@@ -235,14 +247,20 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
 
 
 async def test_a_full_object_store_is_waited_for(tmp_path):
-    """A message that Ray's object store has no room for waits, and its worker says so. Short ones need no room."""
-    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    """A message that Ray's object store has no room for waits, and its worker says so. Short ones need no room, and
+    replies of any length need none.
+    """
+    (tmp_path / "app.py").write_text("def repeat(n):\n    return 'y' * n\n")
     with ray_nodes(1, environ=SMALL_STORE) as nodes:
         executor = RayExecutor(entry(nodes), tmp_path, lambda model: {})
-        model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double")
+        model = ModelSpec("repeat", "function", f"{tmp_path / 'app.py'}:repeat")
         worker = await executor.start(Start("w", model, str(tmp_path / "home")))
         await ExecutorSuite.expect(worker, Ready)
-        assert await answers(worker)
+        for length in (21, LONG_REPLY):
+            worker.send(AnswerLive(length, LiveRequest("/v1/x", b'{"n": %d}' % length)))
+            reply = [message async for message in ExecutorSuite.until(worker, Answered)]
+            data = b"".join(message.data for message in reply if isinstance(message, ReplyChunk))
+            assert data == b'"%b"' % (length * b"y") and reply[-1] == Answered(length)
         worker.send(AnswerLive(1, LiveRequest("/v1/x", bytes(STORE_BYTES))))
         while "is full" not in worker.waits:
             await asyncio.sleep(0)
