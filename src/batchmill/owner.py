@@ -178,7 +178,9 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
         database, config.data_dir, config.storage.objects, config.storage.cache_bytes,
         has_nodes=config.cluster.executor is not None,
     )  # fmt: skip
-    await require(CLAIM_PREFIX, "[storage] objects")(database, config.storage.objects, describe(config))
+    claim_prefix = require(CLAIM_PREFIX, "[storage] objects")
+    claimed = await claim_prefix(database, config.storage.objects, describe(config))
+    await stack.enter_async_context(claimed.renewing())
     await stored.open()
     stack.push_async_callback(stored.close)
     return stored

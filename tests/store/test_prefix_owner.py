@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 from fakes.faulty_objects import faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
 from batchmill.config import Config, StorageEntry
-from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import parse_url
 from batchmill.services.data_dirs.databases import describe
 from batchmill.services.doctor import check_storage
 from batchmill.store import prefix_owner
-from batchmill.store.prefix_owner import NAME, PrefixOwner
+from batchmill.store.prefix_owner import NAME, WATCH_S, PrefixClaim, PrefixOwner
 from batchmill.store.sql.database import Database
 
 BUCKET = "owned"
@@ -42,15 +46,28 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 async def claim(folder: Path, url: str) -> str:
     """Claim a prefix as an owner of the database in `folder` does. Returns the id of its ledger."""
+    return (await claimed(folder, url)).own.ledger
+
+
+async def claimed(folder: Path, url: str) -> PrefixClaim:
     folder.mkdir(exist_ok=True)
     database = Database(folder / "batchmill.db")
     try:
-        await prefix_owner.claim(database, url, f"the database of {folder.name}")
-        found = await database.read(prefix_owner.find_ledger)
-        assert found is not None and found[1] == url
-        return found[0]
+        made = await prefix_owner.claim(database, url, f"the database of {folder.name}")
+        assert await database.read(prefix_owner.find_ledger) == (made.own.ledger, url)
+        return made
     finally:
         database.close()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "batchmill.owner"]
+
+
+def take_over(folder: Path, url: str, wait: Callable[[float], None] = lambda _: None) -> str:
+    """Take a prefix over for the database in `folder`, as the command does."""
+    engine = sa.create_engine(f"sqlite:///{folder / 'batchmill.db'}", poolclass=sa.pool.NullPool)
+    return prefix_owner.take_over(url, engine, f"the database of {folder.name}", wait)
 
 
 async def test_another_database_is_refused(tmp_path: Path, url: str) -> None:
@@ -61,21 +78,100 @@ async def test_another_database_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(InvalidConfig) as refused:
         await claim(tmp_path / "two", url)
     assert refused.value.code == "other_storage_owner"
-    for part in (url, first, "the database of one", "another prefix", f"delete the object {url}/{NAME}"):
+    for part in (url, first, "the database of one", "another prefix", "storage owner --take-over"):
         assert part in refused.value.message
     shutil.copytree(tmp_path / "one", tmp_path / "restored")
     assert await claim(tmp_path / "restored", url) == first == await claim(tmp_path / "one", url)
     assert await claim(tmp_path / "two", f"{url}/other") != first
 
 
-async def test_a_prefix_that_is_claimed_on_purpose(tmp_path: Path) -> None:
-    """Without its owner's name, the prefix belongs to the next one; then the first one is refused."""
-    url = f"file://{tmp_path}/store"
-    await claim(tmp_path / "one", url)
-    (tmp_path / "store" / NAME).unlink()
+async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If its owner does not renew it. The former one is refused; if it still runs, it says so, and writes nothing."""
+    if url.startswith("memory"):
+        return
+    former = await claimed(tmp_path / "one", url)
+    with pytest.raises(InvalidConfig):
+        await claim(tmp_path / "two", url)
+    waits: list[float] = []
+    assert take_over(tmp_path / "two", url, waits.append) == f"{url} belongs to this database now"
+    assert waits == [WATCH_S]
     await claim(tmp_path / "two", url)
+    assert take_over(tmp_path / "two", url, waits.append) == f"{url} belongs to this database already"
     with pytest.raises(InvalidConfig, match="the database of two"):
         await claim(tmp_path / "one", url)
+    assert logged(caplog) == []
+    before = prefix_owner.find_owner(former.store)
+    former.renew()
+    assert "was taken over by another ledger" in caplog.text and "stop this server" in caplog.text
+    assert prefix_owner.find_owner(former.store) == before
+
+
+async def test_a_prefix_whose_owner_lives(tmp_path: Path, url: str) -> None:
+    """It is not taken over: its owner renews it while it is watched, however its clock goes."""
+    if url.startswith("memory"):
+        return
+    alive = await claimed(tmp_path / "one", url)
+    before = prefix_owner.find_owner(alive.store)
+    with pytest.raises(InvalidConfig):
+        await claim(tmp_path / "two", url)
+    with pytest.raises(Conflict, match=rf"the owner of .* lives: renewed by {socket.gethostname()}") as refused:
+        take_over(tmp_path / "two", url, lambda _: alive.renew())
+    assert refused.value.code == "storage_owner_lives"
+    now = prefix_owner.find_owner(alive.store)
+    assert before is not None and now is not None and now.renewed > before.renewed and now.life == before.life
+    assert await claim(tmp_path / "one", url) == now.ledger
+
+
+async def test_a_take_over_without_an_owner_or_an_id(tmp_path: Path) -> None:
+    """What no database owns needs none; a database that was never refused has no id; what is no owner is replaced."""
+    url = f"file://{tmp_path}/store"
+    with pytest.raises(InvalidInput, match="has no id yet"):
+        prefix_owner.take_over(url, None, "")
+    await claim(tmp_path / "one", url)
+    (tmp_path / "store" / NAME).unlink()
+    assert "has no owner: the next start claims it" in take_over(tmp_path / "one", url)
+    (tmp_path / "store" / NAME).write_bytes(b"not JSON")
+    assert "belongs to this database now" in take_over(tmp_path / "one", url)
+    await claim(tmp_path / "one", url)
+
+
+async def test_a_copy_of_the_database(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two owners with one id notice each other. One that follows another, which has ended, says nothing."""
+    first = await claimed(tmp_path / "one", url)
+    if url.startswith("memory"):
+        return
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    second = await claimed(tmp_path / "copy", url)
+    second.renew()
+    assert logged(caplog) == []
+    for owner, other in ((first, "copy"), (second, "one"), (first, "copy")):
+        caplog.clear()
+        owner.renew()
+        (message,) = logged(caplog)
+        assert "is used by a copy of this database, too" in message and f"the database of {other}" in message
+    caplog.clear()
+    first.renew()
+    assert logged(caplog) == []
+
+
+async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    """It is logged, and the next one counts. After the end of its owner nothing is renewed."""
+    monkeypatch.setattr(prefix_owner, "RENEW_S", 0.01)
+    with faulty_objects(s3) as plan:
+        for name, value in s3_environment(plan.url).items():
+            monkeypatch.setenv(name, value)
+        owner = await claimed(tmp_path / "one", f"s3://{BUCKET}/{tmp_path.name}")
+        before = owner.own.renewed
+        plan.always["PUT"] = "denied"
+        async with owner.renewing(), asyncio.timeout(30):
+            while "could not be renewed" not in caplog.text:
+                await asyncio.sleep(0.01)
+            del plan.always["PUT"]
+            while (found := prefix_owner.find_owner(owner.store)) is None or found.renewed <= before:
+                await asyncio.sleep(0.01)
+        caplog.clear()
+        owner.renew()
+        assert "may have another owner" in caplog.text
 
 
 async def test_two_that_claim_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,16 +179,16 @@ async def test_two_that_claim_it_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     url = f"file://{tmp_path}/store"
     put = ObjectStore.put
 
-    def put_after_another(store: ObjectStore, key: str, data: bytes) -> None:
+    def put_after_another(store: ObjectStore, key: str, data: bytes, **options: Any) -> None:
         put(store, key, msgspec.json.encode(PrefixOwner("faster", "the database of another")))
-        put(store, key, data)
+        put(store, key, data, **options)
 
     monkeypatch.setattr(ObjectStore, "put", put_after_another)
     with pytest.raises(InvalidConfig, match="the database of another"):
         await claim(tmp_path / "one", url)
     (tmp_path / "store" / NAME).unlink()
 
-    def put_before_another(store: ObjectStore, key: str, data: bytes) -> None:
+    def put_before_another(store: ObjectStore, key: str, data: bytes, **_: Any) -> None:
         put(store, key, data, overwrite=True)
         put(store, key, msgspec.json.encode(PrefixOwner("later", "the database of another")), overwrite=True)
 
@@ -138,7 +234,8 @@ async def test_what_doctor_says(tmp_path: Path) -> None:
     assert row("one")[0] and "no owner yet" in row("one")[1]
     assert not os.path.exists(tmp_path / "store" / NAME)
     await claim(tmp_path / "one", url)
-    assert row("one") == (True, f"{url} belongs to this database")
+    is_ok, message = row("one")
+    assert is_ok and message.startswith(f"{url} belongs to this database, renewed by {socket.gethostname()} at ")
     is_ok, message = row("two")
     assert not is_ok and "the database of one" in message
     Database(tmp_path / "one" / "other.db").close()

@@ -50,6 +50,7 @@ COMMANDS = {
     "models": ("batchmill.cli.models.models:models", "List models; manage deployed functions."),
     "cluster": ("batchmill.cli.admin.cluster:cluster", "Show the nodes of a cluster, and what runs or waits."),
     "doctor": ("batchmill.cli.admin.cluster:doctor", "Check what batchmill uses beyond this machine."),
+    "storage": ("batchmill.cli.admin.storage:storage", "Show or replace the owner of an object store's prefix."),
     "ledger": ("batchmill.cli.jobs.ledger:ledger", "Verify, rebuild or salvage the record of finished rows."),
 }
 

@@ -1,7 +1,9 @@
 """Which database the prefix of `[storage] objects` belongs to: the object `owner.json` names the id of its ledger.
 
 Two databases at one prefix would each remove what the other has named. The id is in the database, so a process that
-opens it, on whatever machine or from a backup, owns the prefix too.
+opens it, on whatever machine or from a backup, owns the prefix too. Each such process writes an id of its own life, and
+renews the object every minute: so one that opens a copy of the database is noticed, and a prefix whose owner lives is
+not taken over.
 """
 
 from __future__ import annotations
@@ -10,33 +12,109 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 
 import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill import owner_clock
-from batchmill.errors import BatchmillError, Conflict, InvalidConfig
+from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
 from batchmill.object_store.store import ObjectStore
-from batchmill.object_store.urls import parse_url
+from batchmill.object_store.urls import ObjectInfo, parse_url
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import ledger
 
 NAME = "owner.json"
 RETRY_S = 10.0
+RENEW_S = 60.0
+WATCH_S = 2 * RENEW_S + RETRY_S  # so long an object is watched before its owner is taken for dead
 OWNER_BYTES_MAX = 64 * 1024
 
 log = logging.getLogger("batchmill.owner")
 
 
 class PrefixOwner(Struct, frozen=True):
-    """The content of the object. `database`: where the database was when it claimed the prefix, for people."""
+    """The content of the object. `database` and `host`: where the database, and its owner, were, for people."""
 
     ledger: str
     database: str
+    host: str = ""
+    life: str = ""  # random: other processes that open the database have others
+    renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
+
+    def __str__(self) -> str:
+        """Where and when it was renewed."""
+        if not self.renewed:
+            return "never renewed"
+        return f"renewed by {self.host} at {datetime.fromtimestamp(self.renewed, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-async def claim(database: Database, url: str, place: str) -> None:
+class PrefixClaim:
+    """A prefix that this database owns."""
+
+    def __init__(self, url: str, own: PrefixOwner, owned_s: Callable[[], float | None]) -> None:
+        """Args: owned_s: as of `Database`."""
+        self.own, self.is_written = own, False
+        self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, may_write=self._may_write)
+        self._owned_s, self._is_left = owned_s, False
+
+    def _may_write(self) -> None:
+        """Raises: TermOver when another process may own the database."""
+        owner_clock.check_left(0.0 if self._is_left else self._owned_s())
+
+    @contextlib.asynccontextmanager
+    async def renewing(self) -> AsyncIterator[None]:
+        """Renew the object every minute meanwhile."""
+        task = asyncio.create_task(self._renew_always())
+        try:
+            yield
+        finally:
+            self._is_left = True
+            task.cancel()
+            (ended,) = await asyncio.gather(task, return_exceptions=True)
+            if not isinstance(ended, asyncio.CancelledError):
+                log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
+
+    async def _renew_always(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await asyncio.to_thread(self.renew)
+
+    def renew(self) -> None:
+        """Write that this process lives, and log what else uses the prefix. It goes on whatever it finds: who it has
+        to yield to is for a person to decide.
+        """
+        try:
+            self._may_write()
+            owner = None if (seen := self.store.find(NAME)) is None else _read(self.store, seen)
+            if owner is not None and owner.ledger != self.own.ledger:
+                log.error(
+                    "%s was taken over by another ledger (%s, of %s, %s): stop this server, whose files are not safe "
+                    "there any more", self.store.url, owner.ledger, owner.database, owner,
+                )  # fmt: skip
+                return
+            if owner is not None and self.is_written and owner.life != self.own.life:
+                log.error(
+                    "%s is used by a copy of this database, too (of %s, %s): stop one of both, since each removes "
+                    "objects of the other", self.store.url, owner.database, owner,
+                )  # fmt: skip
+            self.write(seen)
+        except (BatchmillError, OSError) as error:
+            log.warning("%s/%s could not be renewed: %s", self.store.url, NAME, error)
+
+    def write(self, seen: ObjectInfo | None) -> None:
+        """Args: seen: what is replaced. Raises: Conflict where another process was faster."""
+        self.own = replace(self.own, renewed=time.time())
+        _put(self.store, self.own, seen)
+        self.is_written = True
+
+
+async def claim(database: Database, url: str, place: str) -> PrefixClaim:
     """Make a prefix that has no owner this database's. Where the store cannot be read, a prefix that was claimed before
     is taken for this database's still: a server starts without it, and its jobs wait.
 
@@ -47,30 +125,30 @@ async def claim(database: Database, url: str, place: str) -> None:
     """
     found = await database.read(find_ledger) or await database.write(_make_ledger)
     own_id, claimed = found
-    store = ObjectStore(
-        parse_url(url), retry_s=RETRY_S, may_write=lambda: owner_clock.check_left(database.owned_s())
-    )  # fmt: skip
+    own = PrefixClaim(url, _own(own_id, place, secrets.token_hex(8)), database.owned_s)
+    store = own.store
     try:
-        owner = await asyncio.to_thread(_claim, store, PrefixOwner(own_id, place))
+        owner = await asyncio.to_thread(_claim, own)
     except InvalidConfig:
         raise
     except BatchmillError as error:
         if claimed != url:
             raise
         log.warning("%s could not be read: %s", f"{store.url}/{NAME}", error.message)
-        return
+        return own
     if owner.ledger != own_id:
         raise InvalidConfig(refusal(store.url, owner), code="other_storage_owner")
     if claimed != url:
         await database.write(_note_claimed, url)
+    return own
 
 
 def refusal(url: str, owner: PrefixOwner) -> str:
     """Why a database may not use a prefix, and the way out."""
     return (
-        f"{url} belongs to another ledger ({owner.ledger}, of {owner.database}): set [storage] objects to another "
-        f"prefix. If that database is lost, or this one replaces it for good, delete the object {url}/{NAME} first: "
-        "the next start then claims the prefix"
+        f"{url} belongs to another ledger ({owner.ledger}, of {owner.database}, {owner}): set [storage] objects to "
+        "another prefix. If that database is lost, or this one replaces it for good, `batchmill storage owner "
+        "--take-over` gives the prefix to this one"
     )
 
 
@@ -82,8 +160,45 @@ def find_ledger(db: sa.Connection) -> tuple[str, str | None] | None:
 
 def find_owner(store: ObjectStore) -> PrefixOwner | None:
     """The owner of a prefix; None: it has none. Raises: InvalidConfig for one that cannot be understood."""
-    if (info := store.find(NAME)) is None:
-        return None
+    return None if (info := store.find(NAME)) is None else _read(store, info)
+
+
+def take_over(url: str, engine: sa.Engine | None, place: str, wait: Callable[[float], None] = time.sleep) -> str:
+    """Give a prefix to this database, unless its owner renews it meanwhile. Returns what was done.
+
+    Args: engine: as of `examine`. wait: for some seconds.
+
+    Raises: InvalidInput (`no_ledger`) for a database without an id; Conflict (`storage_owner_lives`).
+    """
+    try:
+        own = None if engine is None else _own_ledger(engine)
+    except sa.exc.SQLAlchemyError as error:
+        raise InvalidConfig(f"the database cannot be read: {getattr(error, 'orig', error)}") from None
+    if own is None:
+        raise InvalidInput(
+            "this database has no id yet: start batchmill once with this configuration, which is refused, and then "
+            "take the prefix over",
+            code="no_ledger",
+        )
+    store = ObjectStore(parse_url(url), retry_s=RETRY_S)
+    if (seen := store.find(NAME)) is None:
+        return f"{url} has no owner: the next start claims it for this database"
+    before = bytes(store.get_range(seen, 0, seen.size_bytes))
+    with contextlib.suppress(InvalidConfig):  # for one that cannot be understood
+        if _read(store, seen).ledger == own[0]:
+            return f"{url} belongs to this database already"
+    wait(WATCH_S)
+    now = store.find(NAME)
+    if now is None or bytes(store.get_range(now, 0, now.size_bytes)) != before:
+        raise Conflict(
+            f"the owner of {url} lives: {find_owner(store) or 'it was removed meanwhile'}. Stop it first",
+            code="storage_owner_lives",
+        )
+    _put(store, _own(own[0], place, ""), now)
+    return f"{url} belongs to this database now"
+
+
+def _read(store: ObjectStore, info: ObjectInfo) -> PrefixOwner:
     try:
         if not 0 < info.size_bytes <= OWNER_BYTES_MAX:
             raise msgspec.ValidationError(f"it has {info.size_bytes:,} bytes")
@@ -91,7 +206,7 @@ def find_owner(store: ObjectStore) -> PrefixOwner | None:
     except msgspec.MsgspecError as error:
         raise InvalidConfig(
             f"{store.url}/{NAME} does not say whom the prefix belongs to ({error}): set [storage] objects to another "
-            "prefix, or, if nothing else uses this one, delete that object",
+            "prefix, or, if nothing else uses this one, take it over with `batchmill storage owner --take-over`",
             code="other_storage_owner",
         ) from None
 
@@ -106,26 +221,51 @@ def examine(url: str, engine: sa.Engine | None) -> tuple[str, bool, str]:
     try:
         if (owner := find_owner(store)) is None:
             return label, True, f"{url} has no owner yet: the next start claims it for this database"
-        own = None
-        if engine is not None:
-            with engine.connect() as db:
-                own = find_ledger(db) if sa.inspect(db).has_table(ledger.name) else None
+        own = None if engine is None else _own_ledger(engine)
     except sa.exc.SQLAlchemyError as error:
         return label, False, f"the database that {url} may belong to cannot be read: {getattr(error, 'orig', error)}"
     except BatchmillError as error:
         return label, False, error.message
     if own is None or own[0] != owner.ledger:
         return label, False, refusal(store.url, owner)
-    return label, True, f"{url} belongs to this database"
+    return label, True, f"{url} belongs to this database, {owner}"
 
 
-def _claim(store: ObjectStore, own: PrefixOwner) -> PrefixOwner:
-    """The owner of a prefix, which is `own` if there was none."""
-    if (owner := find_owner(store)) is None:
+def _claim(claimed: PrefixClaim) -> PrefixOwner:
+    """The owner of a prefix, which is `claimed.own` if there was none."""
+    store = claimed.store
+    seen = store.find(NAME)
+    owner = None if seen is None else _read(store, seen)
+    if owner is None:
         with contextlib.suppress(Conflict):  # another database was faster
-            store.put(NAME, msgspec.json.encode(own))
+            claimed.write(None)
         owner = find_owner(store)  # also where a store has no conditional put: the last one that was written counts
-    return own if owner is None else owner
+    elif owner.ledger == claimed.own.ledger:
+        try:
+            claimed.write(seen)
+        except BatchmillError as error:  # the prefix is this database's all the same
+            log.warning("%s/%s could not be renewed: %s", store.url, NAME, error.message)
+    return claimed.own if owner is None else owner
+
+
+def _put(store: ObjectStore, owner: PrefixOwner, seen: ObjectInfo | None) -> None:
+    """Args: seen: what is replaced. Raises: Conflict if that is not there any more, where the store can know."""
+    data = msgspec.json.encode(owner)
+    try:
+        store.put(NAME, data, replaced=seen)
+    except InvalidInput as error:
+        if error.code != "store_unsupported" or seen is None:
+            raise
+        store.put(NAME, data, overwrite=True)
+
+
+def _own(own_id: str, place: str, life: str) -> PrefixOwner:
+    return PrefixOwner(own_id, place, socket.gethostname(), life, time.time())
+
+
+def _own_ledger(engine: sa.Engine) -> tuple[str, str | None] | None:
+    with engine.connect() as db:
+        return find_ledger(db) if sa.inspect(db).has_table(ledger.name) else None
 
 
 def _make_ledger(db: sa.Connection) -> tuple[str, str | None]:
