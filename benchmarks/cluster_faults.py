@@ -76,6 +76,19 @@ def owner_killed(campaign: Campaign, _: Outcome) -> Undo:
     return campaign.restart_standby
 
 
+def owner_ended(campaign: Campaign, outcome: Outcome) -> Undo:
+    """SIGTERM for the owner, as before an update."""
+    end(campaign.owner, outcome)
+    campaign.take_over()
+    return campaign.restart_standby
+
+
+def end(server: Server, outcome: Outcome) -> None:
+    server.signal(signal.SIGTERM)
+    if code := server.wait():
+        outcome.flaws.append(f"a server that was ended exited with {code}")
+
+
 def owner_lost(campaign: Campaign, _: Outcome) -> Undo:
     """SIGKILL for the owner and every process of it, and each folder of its data directory is deleted."""
     process = campaign.owner.process
@@ -122,9 +135,19 @@ def owner_cut_off(campaign: Campaign, outcome: Outcome) -> Undo:
 
 
 def worker_killed(campaign: Campaign, _: Outcome) -> Undo:
-    """SIGKILL for one process below the owner."""
-    if pids := campaign.owner.processes():
+    """SIGKILL for one process below the server."""
+    if pids := campaign.server.processes():
         os.kill(campaign.chance.choice(pids), signal.SIGKILL)
+    return nothing
+
+
+def worker_stopped(campaign: Campaign, _: Outcome) -> Undo:
+    """SIGSTOP for a worker, SIGCONT some seconds later."""
+    for pid in campaign.server.processes("batchmill.executors.worker")[:1]:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(campaign.chance.uniform(1, 8))
+        with suppress(ProcessLookupError):  # it was ended as one that hangs
+            os.kill(pid, signal.SIGCONT)
     return nothing
 
 
@@ -316,23 +339,25 @@ def alone_stopped(campaign: Campaign, _: Outcome) -> Undo:
     return nothing
 
 
-def alone_worker_killed(campaign: Campaign, _: Outcome) -> Undo:
-    """SIGKILL for one process below the server."""
-    if pids := alone(campaign).processes():
-        os.kill(campaign.chance.choice(pids), signal.SIGKILL)
+def alone_ended(campaign: Campaign, outcome: Outcome) -> Undo:
+    """SIGTERM for the server, which is started again."""
+    server = alone(campaign)
+    end(server, outcome)
+    server.start()
+    campaign.wait_for(server)
     return nothing
 
 
-# Each fault, and how many of 230 it is.
+# Each fault, and how many of 240 it is.
 FAULTS: dict[str, tuple[Injection, int]] = {
     "store_slow_down": (store_fault("slow_down"), 22), "store_reset": (store_fault("reset"), 22),
     "store_lost_reply": (store_fault("lost_reply"), 22), "store_truncated": (store_fault("truncated"), 22),
     "store_changed": (store_fault("changed"), 6), "orphan_object": (orphan_object, 14),
     "credentials_expired": (credentials_expired, 4), "worker_killed": (worker_killed, 17),
-    "pooled_server": (pooled_server, 1),
+    "worker_stopped": (worker_stopped, 3), "pooled_server": (pooled_server, 1),
     "end_sessions": (end_sessions, 20), "database_stopped": (database_stopped, 5), "database_away": (database_away, 1),
-    "owner_killed": (owner_killed, 4), "owner_lost": (owner_lost, 4), "owner_stopped": (owner_stopped, 4),
-    "owner_cut_off": (owner_cut_off, 3),
+    "owner_killed": (owner_killed, 4), "owner_ended": (owner_ended, 4), "owner_lost": (owner_lost, 4),
+    "owner_stopped": (owner_stopped, 4), "owner_cut_off": (owner_cut_off, 3),
 }  # fmt: skip
 OBJECT_FAULTS = (*(kind for kind in FAULTS if kind.startswith("store_")), "orphan_object", "credentials_expired",
                  "owner_lost")  # fmt: skip
@@ -345,11 +370,12 @@ RAY_FAULTS: dict[str, tuple[Injection, int]] = {
 }  # fmt: skip
 ALONE_FAULTS: dict[str, tuple[Injection, int]] = {
     "alone_killed": (alone_killed, 12), "alone_group_killed": (alone_group_killed, 8),
-    "alone_stopped": (alone_stopped, 4), "alone_worker_killed": (alone_worker_killed, 6),
+    "alone_stopped": (alone_stopped, 4), "alone_ended": (alone_ended, 4), "alone_worker_killed": (worker_killed, 6),
+    "alone_worker_stopped": (worker_stopped, 2),
 }  # fmt: skip
 ALL_FAULTS = {**FAULTS, **RAY_FAULTS, **ALONE_FAULTS}
-TAKE_OVERS = ("end_sessions", "database_stopped", "database_away", "owner_killed", "owner_lost", "owner_stopped",
-              "owner_cut_off")  # fmt: skip
+TAKE_OVERS = ("end_sessions", "database_stopped", "database_away", "owner_killed", "owner_ended", "owner_lost",
+              "owner_stopped", "owner_cut_off")  # fmt: skip
 
 
 def series(seed: int, count: int, kinds: list[str]) -> Iterator[str]:
@@ -397,7 +423,7 @@ def print_table(outcomes: list[Outcome]) -> None:
 def main() -> None:
     """Run the series, and print what became of the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=230)
+    parser.add_argument("--faults", type=int, default=240)
     parser.add_argument("--kinds", nargs="+", choices=ALL_FAULTS, default=None)
     parser.add_argument("--seconds", type=float, default=7200.0, help="no fault begins later")
     parser.add_argument("--seed", type=int, default=1)
