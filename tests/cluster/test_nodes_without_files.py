@@ -201,6 +201,7 @@ async def batch_of(client: httpx2.AsyncClient, rows: int) -> int:
     order = {"input_file_id": sent.json()["id"], "endpoint": line["url"], "completion_window": "24h"}
     batch = (await client.post("/v1/batches", json=order)).raise_for_status().json()
     while batch["status"] not in ("completed", "failed"):
+        await asyncio.sleep(0.01)
         batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
     assert batch["status"] == "completed", batch
     return batch["request_counts"]["completed"]

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def head(folder: Path, environ: Mapping[str, str]) -> Iterator[str]:
             while process.poll() is None:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                     break
+                time.sleep(0.01)
             assert process.poll() is None, "the head has ended"
             yield f"127.0.0.1:{port}"
         finally:

@@ -220,7 +220,7 @@ class ExecutorSuite:
         assert await worker.wait() == -signal.SIGKILL
         forked = int((tmp_path / "forked").read_text())
         while is_there(forked):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     async def test_a_stopped_worker_is_frozen(self, executor, start):
         """A worker that a signal stopped is told apart from one that is only slow."""
@@ -229,7 +229,7 @@ class ExecutorSuite:
         assert not worker.is_frozen()
         os.kill(worker.pid, signal.SIGSTOP)
         while not worker.is_frozen():
-            pass
+            await asyncio.sleep(0.001)
         worker.kill()
         assert await worker.wait() == -signal.SIGKILL
 

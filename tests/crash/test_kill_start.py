@@ -91,6 +91,7 @@ def test_interrupted_while_they_start(command):
     process = command.start()
     while len(command.processes(process.pid)) < 2:
         assert process.poll() is None
+        time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     code, said = ended(process)
     assert code in (0, 4, 130), said  # it was done already, its job was paused, or it had none

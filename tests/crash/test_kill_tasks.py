@@ -33,6 +33,7 @@ def ended(http: httpx2.Client, task: str) -> dict:
     until = time.monotonic() + ENDED_S
     while (reply := http.get(f"{PREFIX}/tasks/{task}").json())["state"] == "RUNNING":
         assert time.monotonic() < until, reply
+        time.sleep(0.01)
     return reply
 
 

@@ -70,7 +70,7 @@ def charged(received):
 
 async def test_poison_among_rows_of_two_projects(start, fake):
     """Each row has one outcome, only poison fails, and its project answers for every death."""
-    engine, received = await start(FAKE_REPLY_S="0.05")
+    engine, received = await start(FAKE_REPLY_S="0.5", FAKE_CRASH_AMONG="40")
     rows = [row(n, "crash" if n == 3 else f"a{n}", "a") for n in range(8)] + [
         row(n, f"b{n}", "b") for n in range(8, 40)
     ]

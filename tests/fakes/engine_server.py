@@ -11,7 +11,8 @@ request that is given up is noted as a line of FAKE_CALLS with the path `abandon
 
 Environment: FAKE_HEALTH_DELAY_S, FAKE_REPLY_S, FAKE_LOAD_S, FAKE_SEQS, FAKE_KV_TOKENS, FAKE_START_ERROR, FAKE_STUBBORN,
 FAKE_PIDS (a file that gets the process ids), FAKE_CALLS (a file that gets one line per call received), FAKE_ONCE (a
-directory that remembers, across restarts, what happened once).
+directory that remembers, across restarts, what happened once), FAKE_CRASH_AMONG (how many requests must have come
+before the first `crash` does what it says).
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Engine:
         self.slots = asyncio.Semaphore(int(setting("FAKE_SEQS", 128)))
         self.started = time.monotonic()
         self.running = self.waiting = self.preemptions = self.tokens = 0
+        self.asked = 0
         self.adapters: dict[str, str] = {}  # that are loaded, by name
         self.users: dict[str, int] = {}  # requests of each that run
 
@@ -138,7 +140,11 @@ def happened_before(text: str) -> bool:
 async def suffer(text: str, request: web.Request) -> web.Response | None:
     """What befalls a row of this text; None: it is answered."""
     engine = request.app[ENGINE]
+    engine.asked += 1
     if text.startswith("crash"):
+        if (count := setting("FAKE_CRASH_AMONG", 0)) and not happened_before("crash"):
+            while engine.asked < count:
+                await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     if text.startswith("core-dies"):
         os.kill(engine.core, signal.SIGKILL)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ class Kernel:
         """Wait until a row says that it waits."""
         while not (self._place / "blocked").exists():
             assert kernel.poll() is None, kernel.communicate()
+            time.sleep(0.001)
         (self._place / "blocked").unlink()
 
     def let_go(self) -> None:

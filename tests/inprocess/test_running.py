@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import threading
+import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -229,6 +230,7 @@ def test_a_paused_job_hands_out_its_finished_rows(data_dir: str, tmp_path: Path,
     job = batchmill.run({"n": list(range(100))}, model=COUNTED, data_dir=data_dir, wait=False)
     while not (tmp_path / "blocked").exists():
         assert job.is_running
+        time.sleep(0.001)
     pause = JobRun.pause
 
     def paused(run: JobRun, error: Exception) -> None:

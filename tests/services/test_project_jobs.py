@@ -53,7 +53,7 @@ async def test_a_job_belongs_to_its_caller(running, project_jobs, tmp_path):
 
 async def test_the_results_of_a_job_that_has_just_ended_are_known(running, project_jobs, tmp_path):
     """The poll that first shows the end waits for nothing; one for another project finds nothing."""
-    job = (await project_jobs.submit(ANN, order(running, tmp_path, range(3)))).id
+    job = (await project_jobs.submit(ANN, order(running, tmp_path, range(1)))).id  # in one commit
     async for _ in running.services.jobs._jobs.watch(job, 0.01):
         pass
     found = project_jobs.show_recent(ANN, job)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def run(client: httpx2.Client, file: str) -> dict[str, Any]:
     order = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = client.post("/v1/batches", json=order).raise_for_status().json()
     while batch["status"] not in ("completed", "failed"):
+        time.sleep(0.01)
         batch = client.get(f"/v1/batches/{batch['id']}").raise_for_status().json()
     assert batch["status"] == "completed", batch
     return batch

@@ -235,6 +235,7 @@ def test_models_of_a_narrow_key(asking):
     order = {"input_file_id": sent["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = asking("narrow", "POST", "/v1/batches", json=order).json()
     while batch["status"] not in ("failed", "completed"):
+        time.sleep(0.01)
         batch = asking("narrow", "GET", f"/v1/batches/{batch['id']}").json()
     assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
 

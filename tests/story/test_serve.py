@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx2
@@ -123,7 +124,7 @@ def test_requests_under_way_end_before_the_server(folder):
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         while not (folder / "reached").exists():
-            os.sched_yield()
+            time.sleep(0.001)
         server.signal(signal.SIGTERM)
         (folder / "go").touch()
         assert json.loads(answering.communicate(timeout=TIMEOUT_S)[0]) == {"late": True}
