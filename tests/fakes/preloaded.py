@@ -30,6 +30,7 @@ from fakes.forked_runtimes import FORKED_RUNTIMES, in_lasting_thread
 from fakes.own_folders import make_folder
 
 import batchmill
+from batchmill.children.process_end import started
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
 IS_ENABLED = os.environ.get("BATCHMILL_TESTS_FORK") != "0"
@@ -184,6 +185,7 @@ class PreloadedPopen(ModulePopen):
 
     _status_fd: int | None = None  # until the process has ended
     _test = ""  # that started it
+    _is_of_asyncio = False
     can_run_module = staticmethod(PRELOADED.can_run_module)
 
     @staticmethod
@@ -194,7 +196,12 @@ class PreloadedPopen(ModulePopen):
         return (FORKED_RUNTIMES.request(given) if IS_ENABLED else None) or super()._request(given)
 
     def __del__(self, **kwargs: Any) -> None:
-        """Name the test that has left a process behind: it is some later test that fails for it."""
+        """Name the test that has left a process behind: it is some later test that fails for it.
+
+        asyncio waits for its processes in a thread; an event loop that was closed does not hear of their end.
+        """
+        if self._child_created and self.returncode is None and self._is_of_asyncio and not started(self.pid):
+            self.returncode = -1
         if self._child_created and self.returncode is None:
             text = f"{self._test or 'no test'} has not waited for the end of process {self.pid}: {self.args}"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
@@ -203,7 +210,8 @@ class PreloadedPopen(ModulePopen):
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         self._test = os.environ.get("PYTEST_CURRENT_TEST", "")
         given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments
-        command = _command(given)
+        self._is_of_asyncio = _is_of_asyncio()
+        command = None if self._is_of_asyncio else _command(given)  # asyncio waits for children of this process alone
         if command is None:
             return super()._execute_child(*args, **kwargs)
         argv, path, environ = command
@@ -246,13 +254,16 @@ class PreloadedPopen(ModulePopen):
         return self.returncode
 
 
+def _is_of_asyncio() -> bool:
+    """Whether it is asyncio that makes the object whose `_execute_child` calls this."""
+    return sys._getframe(3).f_globals.get("__name__", "").startswith("asyncio.")
+
+
 def _command(given: dict[str, Any]) -> tuple[list[str], str, dict[str, str]] | None:
     """`sys.argv`, the first of `sys.path` and the environment of a command of batchmill; None for anything else."""
     words = given["args"]
     if isinstance(words, (str, bytes, os.PathLike)) or given["shell"] or given["preexec_fn"] is not None:
         return None
-    if sys._getframe(3).f_globals.get("__name__", "").startswith("asyncio."):
-        return None  # asyncio waits for children of this process alone
     words = [os.fspath(word) for word in words]
     unusual = ("gid", "gids", "uid")
     if given["executable"] not in (None, words[0]) or any(given[name] is not None for name in unusual):
