@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
@@ -125,9 +126,9 @@ async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Ope
     assert number > 5, "the steps were counted"
 
 
-@pytest.mark.parametrize(("left_s", "stays"), [(None, False), (1.0, False), (-1.0, True)])
+@pytest.mark.parametrize(("left_s", "stays"), [(math.inf, False), (1.0, False), (-1.0, True)])
 async def test_the_control_socket_of_a_successor_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float | None, stays: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, stays: bool
 ) -> None:
     """An owner that is ended in order may have been replaced before: the socket may be another process's."""
     config = load(environ={"HOME": str(tmp_path)}, cwd=tmp_path)
@@ -135,5 +136,5 @@ async def test_the_control_socket_of_a_successor_stays(
     lock = try_lock(config.data_dir)
     assert lock is not None
     async with open_store(config, lock) as store, open_owner(store):
-        monkeypatch.setattr(store.database, "owned_s", lambda: left_s)
+        monkeypatch.setattr(store.database.term, "left_s", lambda: left_s)
     assert (config.data_dir / SOCKET).exists() == stays

@@ -23,7 +23,7 @@ from batchmill.control.app import ControlApp
 from batchmill.control.listener import ControlListener
 from batchmill.control.models import AdapterHandlers, FunctionHandlers, LlmHandlers, ModelHandlers
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, TermOver
 from batchmill.executors.local import LocalExecutor
 from batchmill.imports import import_large
 from batchmill.jobs.intake import preview
@@ -40,7 +40,7 @@ from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import chosen, of_placed_worker, of_worker
 from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
-from batchmill.owner_clock import is_over
+from batchmill.owned_files import OwnedFiles
 from batchmill.ports.clock import Clock
 from batchmill.ports.executors import ClusterExecutor, Executor
 from batchmill.prepared import PreparedProcesses
@@ -233,7 +233,7 @@ def _make_versions(
     config = store.config
     builder = VersionBuilder(
         config.data_dir, Trials(provisions), config.functions, provisions.isolation, store.stored,
-        store.database.owned_s,
+        OwnedFiles(store.database.term),
     )  # fmt: skip
     provisions.restore_with(builder.restore)
     return ModelVersions(
@@ -385,8 +385,8 @@ def _make_executor(
 
 def _remove_socket(store: Store) -> None:
     """Remove the control socket, unless it may be that of a successor."""
-    if not is_over(store.database.owned_s()):
-        (store.config.data_dir / SOCKET).unlink(missing_ok=True)
+    with contextlib.suppress(TermOver):
+        OwnedFiles(store.database.term).remove(store.config.data_dir / SOCKET)
 
 
 def _sweep(config: Config) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from batchmill.errors import StorageFailed, StorageFull
+from batchmill.owner_term import ENDLESS, Term
 
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,15 +29,17 @@ class PartFile:
     system is final: the part is not to be published. StorageFailed from `publish` if another process has begun the same
     file since: an owner that was stopped and replaced publishes neither its own bytes nor those of its successor.
 
-    Args: digest: is updated with everything that is written.
+    Args: digest: is updated with everything that is written. term: checked before it begins, and before it is
+    published; it raises what these then raise.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666, digest: Digest | None = None) -> None:
+    def __init__(self, path: Path, mode: int = 0o666, digest: Digest | None = None, term: Term = ENDLESS) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.size_bytes = 0
-        self._digest = digest
+        self._digest, self._term = digest, term
         self._buffer: list[bytes | memoryview] = []
         self._buffered = 0
+        term.check()
         with suppress(FileNotFoundError):
             self.part.unlink()  # what a crash left: it is written anew, with the same bytes
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -76,6 +79,7 @@ class PartFile:
         self.flush()
         with full_disk_named(self.part):
             os.fsync(self._fd)
+        self._term.check()
         is_ours = self._is_in_place()
         os.close(self._fd)
         self._fd = -1
@@ -130,6 +134,15 @@ class HeldFile:
 
     def discard(self) -> None:
         self._pieces.clear()
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,9 +16,9 @@ from msgspec import Struct
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import BatchmillError, DatabaseOwned, DatabaseUnavailable, InvalidConfig
+from batchmill.errors import BatchmillError, DatabaseOwned, DatabaseUnavailable, InvalidConfig, TermOver
 from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
-from batchmill.owner_clock import is_over
+from batchmill.owner_term import Term
 from batchmill.ports.clock import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission_control import Admission
@@ -187,7 +187,8 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     files = FileService(database, config.data_dir, clock, config.server, quotas, store.disk_quota, store.stored)
     stack.callback(files.close)
     jobs.listen_ends(files)
-    await files.sweep()
+    with contextlib.suppress(TermOver):  # a regular sweep does it
+        await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)
     stack.callback(webhooks.close)
     project_jobs = ProjectJobs(jobs, files, directory)
@@ -199,7 +200,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     sweeping = asyncio.create_task(
         _sweep_regularly(
             clock,
-            database.owned_s,
+            database.term,
             [
                 files.sweep, uploads.sweep, store.keys.write_uses, datasets.sweep, links.sweep, adapters.sweep,
                 llms.sweep, owner.backups.sweep, jobs.retention.sweep,
@@ -243,7 +244,7 @@ async def _open_front(
     admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
     gate = Gate(
         services.keys, clock, config.server.requests_per_minute, admission.proxies,
-        owned_s=owner.store.database.owned_s,
+        term=owner.store.database.term,
     )  # fmt: skip
     system_routes = SystemRoutes(
         health, gate, observers.metrics.render, services.directory.sees,
@@ -303,9 +304,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-async def _sweep_regularly(
-    clock: Clock, owned_s: Callable[[], float | None], sweeps: Sequence[Callable[[], Awaitable[object]]]
-) -> None:
+async def _sweep_regularly(clock: Clock, term: Term, sweeps: Sequence[Callable[[], Awaitable[object]]]) -> None:
     """Regularly run the services' sweeps, which delete expired data and write buffered data.
 
     None while another process may be the owner: its files are unknown here, and look as if a crash had left them.
@@ -313,7 +312,7 @@ async def _sweep_regularly(
     while True:
         await clock.sleep(SWEEP_S)
         for sweep in sweeps:
-            if is_over(owned_s()):
+            if term.is_over():
                 break
             try:
                 await sweep()

@@ -15,7 +15,7 @@ from batchmill.executors.ray import frames
 from batchmill.executors.ray.bytes_only import install, verify
 from batchmill.executors.ray.frames import NodeStore, RunTask, TaskEnded, TaskOrder
 from batchmill.executors.ray.task_runs import REPLY_BYTES_MAX, TaskRuns
-from batchmill.owner_clock import TermFile, now_s
+from batchmill.owner_term import TermFile, now_s
 from batchmill.types.connectors import Storage
 
 GONE_S = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +15,49 @@ from batchmill.datasets import layout
 from batchmill.datasets.folders import DiskFolder
 from batchmill.errors import TermOver
 from batchmill.jobs.intake import fetching, hub_fetching
+from batchmill.owner_term import Term
 from batchmill.types import DatasetSpec, Seal, SealedFile
 
 BOUNDS, SUCCESSORS = fetching.Bounds(None, ""), b'{"of": "the successor"}\n'
 
 
-class Term:
-    """The term of an owner. A folder of its, which raises where another one would wait, tells that it is over."""
+class Fetching(Term):
+    """The term of an owner. Its folder raises where that of a child would wait."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir()
-        self.is_over = False
-        self.folder = DiskFolder(home, self._check)
+        self._left_s = math.inf
+        self.folder = DiskFolder(home, self)
+
+    def left_s(self) -> float:
+        return self._left_s
 
     def end(self) -> None:
         """Have a successor fetch the same inputs into the same files."""
-        self.is_over = True
+        self._left_s = -1.0
         for path in self.folder.path.glob(layout.FETCHED):
             if path.is_file():
                 path.write_bytes(SUCCESSORS)
 
-    def _check(self) -> None:
-        if self.is_over:
-            raise TermOver("over")
-
 
 @pytest.fixture
-def term(tmp_path: Path) -> Term:
-    return Term(tmp_path / "dataset")
+def term(tmp_path: Path) -> Fetching:
+    return Fetching(tmp_path / "dataset")
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_a_file_of_a_web_server(term: Term, pieces: int) -> None:
+def test_a_file_of_a_web_server(term: Fetching, pieces: int) -> None:
     """Neither later bytes nor the end of the download change what the successor has."""
     with web_files() as web:
         web.files["/a.jsonl"] = WebFile(bytes(pieces * 1024 * 1024))
         spec = DatasetSpec([f"{web.url}/a.jsonl"], private_hosts=["127.0.0.1"], download_bytes_max=1 << 40)
         with pytest.raises(TermOver):
-            fetching.fetch(spec, term.folder, BOUNDS, lambda _: None if term.is_over else term.end())
+            fetching.fetch(spec, term.folder, BOUNDS, lambda _: None if term.is_over() else term.end())
     found = list(term.folder.path.iterdir())
     assert len(found) == 2 and all(path.read_bytes() == SUCCESSORS for path in found), found
 
 
-def test_a_file_of_a_hub(term: Term, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_hub(term: Fetching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that was downloaded does not get its name."""
     run_watched = hub_fetching._run_watched
 
@@ -77,7 +78,7 @@ def test_a_file_of_a_hub(term: Term, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.read_bytes() for path in term.folder.path.iterdir() if path.is_file()] == [SUCCESSORS]
 
 
-def test_files_that_no_row_is_read_from(term: Term) -> None:
+def test_files_that_no_row_is_read_from(term: Fetching) -> None:
     """They are removed by the owner alone."""
     path = term.folder.path / layout.FETCHED.replace("*", "000000.jsonl")
     path.touch()

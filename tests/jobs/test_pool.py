@@ -22,6 +22,7 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.replicas import EngineLog, Load
 from batchmill.jobs.pools.resources import Allocations, Resources
+from batchmill.owner_term import ENDLESS
 from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
 from batchmill.wire.messages import Answered, Drain, Failed, Record, StorageBroken
@@ -33,6 +34,8 @@ GIVEN_UP = Commit(Lease("job_1", 0, 0, 1), 0, SegmentRef("w.seg", 0, 1), b"", 0,
 
 class Owner:
     """Hears the pool; `death` is what it says of every worker's end."""
+
+    term = ENDLESS
 
     def __init__(self) -> None:
         self.death = Death()
@@ -47,9 +50,6 @@ class Owner:
 
     def load(self, key: str) -> Load:
         return Load()
-
-    def owned_s(self) -> None:
-        """Its owner owns the data directory until it ends."""
 
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         self.deaths += 1

@@ -15,6 +15,7 @@ from batchmill.jobs.pools.pool import Death, Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.replicas import Load
+from batchmill.owner_term import ENDLESS
 from batchmill.types import ModelSpec, Provision
 from batchmill.wire.messages import Failed, Provide
 
@@ -40,11 +41,10 @@ class Secrets:
 class Dispatcher:
     """Hears that the model has failed."""
 
+    term = ENDLESS
+
     def __init__(self) -> None:
         self.failure: asyncio.Future[Failed] = asyncio.get_running_loop().create_future()
-
-    def owned_s(self) -> None:
-        """Its owner owns the data directory until it ends."""
 
     async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
         """No rows are given out here, and none are counted."""

@@ -13,6 +13,7 @@ from batchmill.jobs.pools.pool import Death, Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.replicas import Load
+from batchmill.owner_term import ENDLESS
 from batchmill.states import PauseReason
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Ready
@@ -41,6 +42,8 @@ LINGER_S = 77.0
 
 
 class Stage:
+    term = ENDLESS
+
     def __init__(self, folder: Path, idle_timeout_s: float = LINGER_S) -> None:
         self.executor, self.clock = ScriptedExecutor(), StoppedClock()
         self.failures: list[Failed] = []
@@ -61,9 +64,6 @@ class Stage:
 
     def load(self, key: str) -> Load:
         return Load()
-
-    def owned_s(self) -> None:
-        """Its owner owns the data directory until it ends."""
 
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()

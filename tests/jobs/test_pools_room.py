@@ -14,6 +14,7 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.replicas import EngineLog, Load
 from batchmill.jobs.pools.resources import Resources
+from batchmill.owner_term import ENDLESS
 from batchmill.states import PauseReason
 from batchmill.types import EngineState, ModelSpec, Needs, Scaling
 from batchmill.wire.messages import Drain, Failed, Ready
@@ -25,6 +26,8 @@ BROKEN = Failed("model_failed", "CUDA error: out of memory", PauseReason.ENGINE_
 
 class Stage:
     """Pools on a small machine, with workers that the test plays."""
+
+    term = ENDLESS
 
     def __init__(self, folder: Path, idle_timeout_s: float = LINGER_S, machine: Resources | None = None) -> None:
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
@@ -53,9 +56,6 @@ class Stage:
     def load(self, key: str) -> Load:
         pool = self.pools.get(key)
         return self.loads.get(pool.model.name, Load()) if pool is not None else Load()
-
-    def owned_s(self) -> None:
-        """Its owner owns the data directory until it ends."""
 
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()

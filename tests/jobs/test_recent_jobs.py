@@ -132,7 +132,7 @@ async def test_an_owner_whose_term_is_over_answers_from_no_memory(job):
     database = job.ledger.database
     recent, terms = RecentJobs(database), [3.0, 0.0]
     await recent.read("job")
-    database.owned_s = lambda: terms.pop(0)
+    database.term.left_s = lambda: terms.pop(0)
     assert recent.get("job") is not None and recent.get("job") is None
 
 

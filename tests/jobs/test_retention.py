@@ -23,6 +23,7 @@ from batchmill.errors import Conflict, Gone, InvalidTransition, UnknownName
 from batchmill.faults import RETENTION_POINTS
 from batchmill.jobs.ledger import records
 from batchmill.jobs.retention import BY_AGE
+from batchmill.owned_files import OwnedFiles
 from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.states import JobState
@@ -37,7 +38,7 @@ LEFT = {"job.json", "ending.json", "dataset/seal.json", "results.jsonl"}
 def data_dir(tmp_path):
     """A data directory with a job that completed 10 s ago, and whose result is a file of its project."""
     job = LedgeredJob(tmp_path, ROWS, 50, JOB)
-    job.files.write_spec(job.spec)
+    job.files.write_spec(job.spec, OwnedFiles())
     segment = job.segment()
     job.run(segment, range(50))
     job.run(segment, range(50, ROWS))

@@ -22,6 +22,7 @@ from batchmill.faults import BACKUP_POINTS, SALVAGE_POINTS
 from batchmill.jobs.ledger.audit import AuditOrder, verify
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.owned_files import OwnedFiles
 from batchmill.services.data_dirs import backups, salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.store.file_log import FileLog
@@ -39,7 +40,7 @@ def model(tmp_path_factory):
     """A data directory with a job of four shards, three of them run, some hundred keys and a file."""
     folder = tmp_path_factory.mktemp("model")
     job = LedgeredJob(folder, ROWS, SHARD, JOB)
-    job.files.write_spec(job.spec)
+    job.files.write_spec(job.spec, OwnedFiles())
     segment = job.segment()
     for first in range(0, 3 * SHARD, 50):
         job.run(segment, range(first, first + 50))
@@ -255,7 +256,8 @@ def test_uploads_of_jobs_are_restored_with_their_names(model, data_dir):
     spec = job.read_spec()
     inputs = ["https://example.com/rows.jsonl", str(data_dir / "files" / "file-a")]
     origin = {"frontend": "native", "files": {inputs[0]: inputs[0], "file-a": "mine.jsonl"}}
-    job.write_spec(replace(spec, dataset=replace(spec.dataset, paths=inputs), origin=origin))
+    changed = replace(spec, dataset=replace(spec.dataset, paths=inputs), origin=origin)
+    job.write_spec(changed, OwnedFiles())
     overwrite(path, roots(path)["files"])
     salvage.salvage(data_dir, lambda _: None)
     with contextlib.closing(sqlite3.connect(path)) as db:

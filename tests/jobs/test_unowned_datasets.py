@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,9 @@ from batchmill.datasets import layout
 from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidDataset
 from batchmill.jobs import runner
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
-from batchmill.jobs.ledger.files import JobFiles
-from batchmill.owner_clock import TermFile, now_s
+from batchmill.jobs.ledger.files import JobFiles, clear_unsealed
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import TermFile, now_s
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import TableForm
@@ -108,7 +110,7 @@ async def test_an_owner_that_is_cut_off_clears_no_dataset(folder, opened, monkey
             (dataset,) = (folder / "data" / "jobs").glob("job_*/dataset")
             (dataset / layout.SEAL).unlink()  # its successor has begun to seal
             unfinished.extend(dataset / name for name in (layout.OFFSETS, layout.CHUNKS))
-            monkeypatch.setattr(database, "owned_s", lambda: -1.0)
+            monkeypatch.setattr(database.term, "left_s", lambda: -1.0)
 
     monkeypatch.setattr(runner.faults, "point", cut_off)
     model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
@@ -118,3 +120,18 @@ async def test_an_owner_that_is_cut_off_clears_no_dataset(folder, opened, monkey
     assert view.state == "paused" and unfinished
     assert all(path.exists() for path in unfinished)
     assert JobFiles((folder / "data"), job).spec.exists()
+
+
+@pytest.mark.parametrize("left_s", [0.0, 1.0])
+async def test_an_owner_that_was_replaced_while_it_started_clears_no_job(folder, opened, monkeypatch, left_s):
+    """A dataset that its successor is sealing, and the folder of a job that it has just made, look like leftovers."""
+    service = await opened()
+    (unsealed := folder / "data" / "jobs" / "job_theirs" / "dataset").mkdir(parents=True)
+    (unsealed / layout.OFFSETS).touch()
+    monkeypatch.setattr(service._commit_log.ledger.database.term, "left_s", lambda: left_s)
+    owned = OwnedFiles(service._commit_log.ledger.database.term)
+    with suppress(DatabaseUnavailable):
+        clear_unsealed(folder / "data", ["job_theirs"], owned)
+    assert (unsealed / layout.OFFSETS).exists() == (left_s == 0.0)
+    await service.recover(resume_server_jobs=False)
+    assert unsealed.exists() == (left_s == 0.0)

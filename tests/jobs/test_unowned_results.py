@@ -12,7 +12,7 @@ from batchmill.jobs import runner
 from batchmill.jobs.results.object_results import UploadOrder, upload_offloaded
 from batchmill.jobs.results.parts.output_folders import ObjectFolder
 from batchmill.jobs.results.results import Manifest, ResultFile
-from batchmill.owner_clock import TermFile, now_s
+from batchmill.owner_term import TermFile, now_s
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 20
@@ -31,11 +31,12 @@ async def test_an_owner_that_is_cut_off_publishes_nothing(folder, opened, monkey
     owns the database.
     """
     service = await opened()
-    database, owned_s = service._commit_log.ledger.database, service._commit_log.ledger.database.owned_s
+    term = service._commit_log.ledger.database.term
+    left_s = term.left_s
 
     def cut_off(point: str) -> None:
         if point == "before_publish":
-            monkeypatch.setattr(database, "owned_s", lambda: -1.0)
+            monkeypatch.setattr(term, "left_s", lambda: -1.0)
 
     monkeypatch.setattr(runner.faults, "point", cut_off)
     model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
@@ -45,7 +46,7 @@ async def test_an_owner_that_is_cut_off_publishes_nothing(folder, opened, monkey
     assert (view.state, view.reason, view.rows_ok) == ("paused", "database_unavailable", ROWS)
     assert not (folder / "out.jsonl").exists()
     monkeypatch.setattr(runner.faults, "point", lambda _: None)
-    monkeypatch.setattr(database, "owned_s", owned_s)
+    monkeypatch.setattr(term, "left_s", left_s)
     await service.resume(job)
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)

@@ -6,14 +6,17 @@ import hashlib
 import os
 import select
 import sys
+from pathlib import Path
 
 import pytest
 from fakes.packages import add_wheel, use_as_index
+from fakes.terms import SetTerm
 
-from batchmill.errors import DatabaseUnavailable, InvalidInput, ModelFailed
+from batchmill.errors import DatabaseUnavailable, InvalidInput, ModelFailed, TermOver
 from batchmill.models import environments, pip_settings
 from batchmill.models.environments import RECORD, Environments, check_requirements, find_python
 from batchmill.models.installers import packages_of
+from batchmill.owned_files import OwnedFiles
 
 LOCKED_FOR = f"# Python {sys.version_info.major}.{sys.version_info.minor}"
 ANSWER = "import batchmill_answer_of_test as answer; print(answer.VALUE)"
@@ -90,7 +93,7 @@ async def test_a_package_that_changed_is_refused(index, installer, tmp_path, mon
 async def test_a_replaced_owner_leaves_what_its_successor_has_built(index, tmp_path, monkeypatch):
     """An installer whose folder a successor's sweep has removed fails; the same environment lies there anew by then."""
     left_s = 1.0
-    made = Environments(tmp_path / "environments", owned_s=lambda: left_s)
+    made = Environments(tmp_path / "environments", owned=OwnedFiles(SetTerm(lambda: left_s)))
     lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
 
     async def replaced(command, folder, *_):
@@ -104,6 +107,41 @@ async def test_a_replaced_owner_leaves_what_its_successor_has_built(index, tmp_p
         with pytest.raises(error):
             await made.python(None, lock, tmp_path / "log")
         assert [path.name for path in (tmp_path / "environments").glob("*/*")] == ["of-the-successor"]
+
+
+async def test_an_environment_is_complete_only_within_the_term(index, tmp_path, monkeypatch):
+    """A successor that builds the same environment anew would find the record of a folder that it is still filling."""
+    is_cut_off, asked = False, asyncio.Event()
+
+    def left_s() -> float:
+        if is_cut_off:
+            asked.set()
+        return -1.0 if is_cut_off else 1.0
+
+    made = Environments(tmp_path / "environments", owned=OwnedFiles(SetTerm(left_s)))
+    lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
+    run = environments._run
+
+    async def run_past_the_term(*args):
+        nonlocal is_cut_off
+        await run(*args)
+        is_cut_off = not asked.is_set()
+
+    monkeypatch.setattr(environments, "_run", run_past_the_term)
+    building = asyncio.create_task(made.python(None, lock, tmp_path / "log"))
+    await asyncio.wait({building, asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not building.done() and not list((tmp_path / "environments").glob(f"*{RECORD}"))
+    is_cut_off = False  # no other process has become the owner
+    assert Path(await building).exists() and len(list((tmp_path / "environments").glob(f"*{RECORD}"))) == 1
+
+
+async def test_a_replaced_owner_sweeps_no_environment(tmp_path):
+    """Those of versions that its successor has deployed look like what a crash has left."""
+    theirs = tmp_path / "environments" / "theirs"
+    theirs.mkdir(parents=True)
+    with pytest.raises(TermOver):
+        Environments(tmp_path / "environments", owned=OwnedFiles(SetTerm(lambda: 0.0))).sweep()
+    assert theirs.exists()
 
 
 async def test_requirements_with_hashes_are_a_lock(index, installer, tmp_path):

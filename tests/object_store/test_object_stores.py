@@ -13,6 +13,7 @@ import pytest
 from contract.object_store_suite import LARGE, ObjectStoreSuite
 from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, put_many, s3_environment, s3_server
+from fakes.terms import SetTerm
 
 from batchmill.errors import AuthRefused, Conflict, DatabaseUnavailable, InvalidConfig, InvalidInput, Unavailable
 from batchmill.object_store.store import ObjectStore
@@ -111,12 +112,11 @@ def test_no_attempt_writes_after_the_term(faulty: FaultyObjects):
     """
     left = [math.inf]
 
-    def may_write() -> None:
+    def checked() -> float:
         left[0] -= 1
-        if left[0] < 0:
-            raise DatabaseUnavailable("the term is over")
+        return left[0] + 1
 
-    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, may_write=may_write)
+    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, term=SetTerm(checked))
     store.put("there", b"content")
     left[0] = 1  # for the first attempt
     faulty.fail("PUT", "slow_down")
@@ -135,13 +135,12 @@ def test_no_part_is_uploaded_after_the_term(faulty: FaultyObjects, tmp_path: Pat
     """An upload of several parts ends with the first one that may not be written, and leaves no object."""
     checks: list[None] = []
 
-    def may_write() -> None:
+    def checked() -> float:
         checks.append(None)
-        if len(checks) > 2:
-            raise DatabaseUnavailable("the term is over")
+        return 3.0 - len(checks)
 
     (tmp_path / "large").write_bytes(LARGE)
-    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, may_write=may_write)
+    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, term=SetTerm(checked))
     with pytest.raises(DatabaseUnavailable):
         store.put_file("large", tmp_path / "large")
     assert store.find("large") is None

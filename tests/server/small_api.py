@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from msgspec import Struct
@@ -14,6 +14,7 @@ from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
+from batchmill.owner_term import ENDLESS, Term
 from batchmill.server.admission_control import Admission
 from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.connection import Connection, Listener, bind
@@ -177,7 +178,7 @@ async def small_api(
     dialect: SmallDialect | None = None,
     has_fast_path: bool = True,
     admission: Admission | None = None,
-    owned_s: Callable[[], float | None] = lambda: None,
+    term: Term = ENDLESS,
 ) -> AsyncIterator[Small]:
     sock = bind("127.0.0.1", 0)
     small, other = dialect or SmallDialect(), SmallDialect("other")
@@ -186,7 +187,7 @@ async def small_api(
     root = HttpRoot(
         [small, other],
         fallback=other,
-        gate=Gate(keys or HeldKeys(), clock, requests_per_minute, admission.proxies, owned_s=owned_s),
+        gate=Gate(keys or HeldKeys(), clock, requests_per_minute, admission.proxies, term=term),
         hosts=Hosts("127.0.0.1", ["my.test"]),
         clock=clock,
         admission=admission,

@@ -1,9 +1,11 @@
 """The gate: keys in each form that clients send them, scopes and rates."""
 
 import base64
+import math
 
 import pytest
 from fakes.held_clock import HeldClock
+from fakes.terms import SetTerm
 from small_api import HeldKeys
 
 from batchmill.errors import Forbidden, RateLimited, Unauthenticated, Unavailable
@@ -56,9 +58,9 @@ async def test_scopes():
 
 async def test_only_a_sure_owner_answers():
     """Where another process may own the database, no key is taken: not with its scope, not from the cache."""
-    left: list[float | None] = [None]
-    gate = Gate(HeldKeys(good=ONE), HeldClock(), owned_s=lambda: left[-1])
-    for left_s in (None, 0.1):
+    left = [math.inf]
+    gate = Gate(HeldKeys(good=ONE), HeldClock(), term=SetTerm(lambda: left[-1]))
+    for left_s in (math.inf, 0.1):
         left.append(left_s)
         assert await gate.admit(headers("good"), "a", Scope.READ) == ONE == await gate.identify(headers("good"), "a")
         assert gate.cached_caller(b"good") == ONE

@@ -7,6 +7,7 @@ import re
 import socket
 
 import pytest
+from fakes.terms import SetTerm
 from small_api import HeldKeys, SmallDialect, small_api
 from starlette.responses import Response
 
@@ -183,7 +184,7 @@ async def test_a_key_without_the_scope_is_refused():
 async def test_a_server_that_may_be_replaced_answers_no_key(has_fast_path):
     """Once its term as owner is over, another owner may have revoked a key that this server still knows."""
     dialect, terms = Hot(), [3.0]
-    async with api(dialect, owned_s=lambda: terms[-1], has_fast_path=has_fast_path) as small:
+    async with api(dialect, term=SetTerm(lambda: terms[-1]), has_fast_path=has_fast_path) as small:
         replies = await talk_kept(small, post(b"a"), 1)
         terms.append(0.0)
         replies += await talk_kept(small, post(b"a"), 1)

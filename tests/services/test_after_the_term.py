@@ -14,12 +14,14 @@ import pytest
 from adapter_room import US, AdapterRoom
 from fakes.lora_files import write_lora
 from fakes.manual_clock import ManualClock, settled
+from fakes.terms import SetTerm
 from file_room import FileRoom
 
 from batchmill import serving
 from batchmill.errors import DatabaseUnavailable, OverQuota
 from batchmill.services.adapters.records import FETCHING, READY
 from batchmill.store.disk_room import RESERVE_BYTES, DiskReserve
+from batchmill.store.stored_files import LocalFiles
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ async def test_a_replaced_owner_sweeps_nothing(room: FileRoom):
     arriving = room.data_dir / "files" / ".incoming" / "file-of-the-successor"
     arriving.write_text("half of it")
     clock, left_s = ManualClock(), -1.0
-    sweeping = asyncio.create_task(serving._sweep_regularly(clock, lambda: left_s, [room.files.sweep]))
+    sweeping = asyncio.create_task(serving._sweep_regularly(clock, SetTerm(lambda: left_s), [room.files.sweep]))
     try:
         await settled()
         await clock.go_on(3 * serving.SWEEP_S, serving.SWEEP_S)
@@ -72,7 +74,7 @@ async def test_a_replaced_owner_removes_no_adapter(tmp_path: Path, monkeypatch: 
     assert room.database is not None
     (room.home / "adapter_of_the_successor").mkdir(parents=True)
     with monkeypatch.context() as patch, pytest.raises(DatabaseUnavailable):
-        patch.setattr(room.database, "owned_s", lambda: -1.0)
+        patch.setattr(room.database.term, "left_s", lambda: -1.0)
         await adapters.sweep()
     assert room.folders() == ["adapter_of_the_successor"]
     await adapters.sweep()
@@ -89,7 +91,7 @@ async def test_a_replaced_owner_removes_no_adapter_that_it_has_no_room_for(tmp_p
 
     async def refuse(project: str, adding: int = 1) -> None:
         if adding > 1:
-            monkeypatch.setattr(room.database, "owned_s", lambda: -1.0)
+            monkeypatch.setattr(room.database.term, "left_s", lambda: -1.0)
             raise OverQuota("full")
 
     with monkeypatch.context() as patch:
@@ -107,7 +109,7 @@ async def test_a_replaced_owner_removes_no_adapter_that_it_has_no_room_for(tmp_p
 def test_a_replaced_owner_leaves_the_disk_reserve(tmp_path: Path):
     """It neither frees its successor's, nor makes one where that has needed it."""
     left_s = 1.0
-    reserve = DiskReserve(tmp_path / "reserve", lambda: left_s)
+    reserve = DiskReserve(tmp_path / "reserve", SetTerm(lambda: left_s))
     reserve.reserve()
     left_s = -1.0
     reserve.release()
@@ -151,3 +153,52 @@ async def test_a_part_that_may_be_stored_keeps_its_bytes(room: FileRoom, unanswe
     (part,) = [path.name for path in room.uploads.home.iterdir()]
     _, file = await room.uploads.complete("one", upload, part_ids=[part])
     assert await room.read(file) == b"1st"
+
+
+async def test_a_sweep_that_outlasts_the_term_removes_nothing(room: FileRoom, monkeypatch: pytest.MonkeyPatch):
+    """An owner may be stopped in the middle of a sweep: what it looked at before says nothing of its successor's."""
+    upload = await room.begin(3)
+    part = await room.part(upload, b"1st")
+    home = room.data_dir / "files"
+    theirs = [home / ".incoming" / "file-theirs", home / "file-theirs", home / ".parts" / "part-theirs"]
+    for path in theirs:
+        path.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(room.database.term, "left_s", lambda: 0.0)
+        for sweep in (room.files.sweep, room.uploads.sweep):
+            with pytest.raises(DatabaseUnavailable):
+                await sweep()
+    assert all(path.exists() for path in theirs)
+    await room.files.sweep()
+    await room.uploads.sweep()
+    assert not any(path.exists() for path in theirs) and (home / ".parts" / part).exists()
+
+
+async def test_a_replaced_owner_removes_no_copy_of_a_result(room: FileRoom, monkeypatch: pytest.MonkeyPatch):
+    """Where no log is written first, nothing else says that the job, which a successor may have retried, is its own."""
+    view = await room.ended_job()
+    monkeypatch.setattr(room.files, "stored", LocalFiles())
+    output, _ = await room.files.adopt_results(view)
+    assert output is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(room.database.term, "left_s", lambda: 0.0)
+        with pytest.raises(DatabaseUnavailable):
+            await room.files.delete("one", output.id, "test")
+    assert Path(view.output).exists() and await room.read(output)
+    await room.files.delete("one", output.id, "test")
+    assert not Path(view.output).exists()
+
+
+async def test_an_owner_that_was_replaced_while_it_started_removes_no_arriving_adapter(tmp_path: Path, monkeypatch):
+    """Its successor is fetching it."""
+    room = AdapterRoom(tmp_path)
+    adapters = await room.again()
+    assert room.database is not None
+    (theirs := room.home / "staging" / "theirs").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(room.database.term, "left_s", lambda: 0.0)
+        await adapters.load()
+    assert theirs.exists()
+    await adapters.load()
+    assert not theirs.exists()
+    await room._shut()

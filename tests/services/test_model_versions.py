@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import random
 import shutil
 import sys
@@ -13,6 +14,7 @@ import pytest
 from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from fakes.packages import add_wheel, use_as_index
+from fakes.terms import SetTerm
 from msgspec.structs import replace
 
 from batchmill.config import Config, ModelEntry
@@ -21,6 +23,7 @@ from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger import snapshot
 from batchmill.jobs.ledger.deployed import refuse_removed
 from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.owned_files import OwnedFiles
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
@@ -50,9 +53,10 @@ class Place:
         self.trouble = None  # raised by the next trial
         self.warmed, self.cold = [], None  # versions that were warmed up; raised by the next
 
-    def open(self):
+    def open(self, left_s=math.inf):
         self.database = open_database(self.folder / "batchmill.db")
-        builder = VersionBuilder(self.folder, self.try_it, self.entry)
+        owned = OwnedFiles(SetTerm(lambda: left_s))
+        builder = VersionBuilder(self.folder, self.try_it, self.entry, owned=owned)
         models = {"of_config": ModelEntry(engine="function", source="app.py:f")}
         config = Config(data_dir=self.folder, base=self.folder, models=models)
         self.directory = ModelDirectory(ConfiguredModels(config), random.Random(7))
@@ -480,9 +484,9 @@ async def test_what_leads_out_of_isolation_is_not_for_keys(place):
 @pytest.mark.once
 async def test_an_owner_after_its_term_leaves_versions(tmp_path):
     """Another one may have a version of the same number by then."""
-    left: list[float | None] = [None]
+    left = [math.inf]
     place = Place(tmp_path)
-    builder = VersionBuilder(tmp_path, place.try_it, place.entry, owned_s=lambda: left[0])
+    builder = VersionBuilder(tmp_path, place.try_it, place.entry, owned=OwnedFiles(SetTerm(lambda: left[0])))
     out = io.BytesIO()
     order = DeployOrder(name="f", target="app.py:example_doubler", source="app.py:fn")
     bundles.write(out, order, {"app.py": DOUBLER.encode()})
@@ -500,3 +504,18 @@ async def test_an_owner_after_its_term_leaves_versions(tmp_path):
     left[0] = 1.0
     await builder.build(staged, version)
     assert not theirs.exists() and len(place.tried) == 1
+
+
+@pytest.mark.once
+async def test_an_owner_that_was_replaced_while_it_started_sweeps_no_version(tmp_path):
+    """What its successor has deployed since looks like what a crash has left, and so does what is arriving there."""
+    place = Place(tmp_path)
+    theirs = [tmp_path / "models" / name for name in ("versions/f/main/1/code/app.py", "staging/new.tar.gz")]
+    for path in theirs:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    await place.open(left_s=0.0).load()
+    assert all(path.exists() for path in theirs)
+    place.database.close()
+    await place.open().load()
+    assert not any(path.exists() for path in theirs)

@@ -109,7 +109,7 @@ async def test_a_replaced_owner_writes_over_no_file(tmp_path, database, monkeypa
         assert await logged(database) == [] and not list(tmp_path.glob("*.part"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(database, "owned_s", lambda: -1.0)
+        patch.setattr(database.term, "left_s", lambda: -1.0)
         await all_refused(DatabaseUnavailable)
 
     def ended(*_: object) -> None:
@@ -124,7 +124,7 @@ async def test_a_replaced_owner_restores_no_file(tmp_path, database, monkeypatch
     """What is written again when the log is opened may have been replaced by then."""
     await database.write(FileLog(database, tmp_path).write, tmp_path / "a", b"logged")
     (tmp_path / "a").write_bytes(b"newer")
-    monkeypatch.setattr(database, "owned_s", lambda: -1.0)
+    monkeypatch.setattr(database.term, "left_s", lambda: -1.0)
     with pytest.raises(DatabaseUnavailable):
         await FileLog(database, tmp_path).sync()
     assert (tmp_path / "a").read_bytes() == b"newer"

@@ -248,7 +248,7 @@ async def test_an_owner_that_was_replaced(room: Room) -> None:
     path = room.write("files/file-1", b"x")
     await files.publish(path)
     before = room.names()
-    room.database.owned_s = lambda: -1.0
+    room.database.term.left_s = lambda: -1.0
     late = ObjectFiles(room.database, room.data_dir, room.objects, CACHE_BYTES)
     with pytest.raises(DatabaseUnavailable):
         await late.publish(room.write("files/file-2", b"y"))

@@ -10,8 +10,8 @@ import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, databases, server
 
-from batchmill import owner_clock
 from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, OwnerReplaced
+from batchmill.owner_term import term_at
 from batchmill.store.sql import owner_row
 from batchmill.store.sql.portable import insert_missing
 from batchmill.store.sql.postgres import PostgresBackend
@@ -115,13 +115,13 @@ def test_a_heartbeat_in_the_last_moment_counts(backends, clock: list[float]):
 def test_the_children_of_an_owner_read_its_term(backends):
     """What a child process may still write, it reads from its owner; after a release, and after its end, nothing."""
     lease = backends().claim("one", "", "/data")
-    owner_clock.check_file(lease.term.path)
-    owner_clock.check_file("")
+    term_at(lease.term.path).check()
+    term_at("").check()
     lease.release()
     assert lease.left_s <= 0
     for path in (lease.term.path, "/proc/self/fd/1000000"):
         with pytest.raises(DatabaseUnavailable, match="may have another owner"):
-            owner_clock.check_file(path)
+            term_at(path).check()
 
 
 def test_a_replaced_owner_writes_no_row(backends, clock: list[float]):

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, SQLITE, databases
+from fakes.terms import SetTerm
 
 from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken, TermOver
-from batchmill.owner_clock import check_left
 from batchmill.store.sql.shared_transactions import SHARED_MAX
 from batchmill.store.sql.tables import schema
 
@@ -179,7 +179,7 @@ def test_a_term_that_is_over_fails_only_what_needs_it(opened, has_changed):
     def refused(db):
         if has_changed:
             _add(db, 1001)
-        check_left(-1.0)
+        SetTerm(lambda: -1.0).check()
 
     first, over, last = asyncio.run(_write_all(opened, lambda db: _add(db, 1000), refused, lambda db: _add(db, 1002)))
     assert isinstance(over, TermOver) and last == first + 1

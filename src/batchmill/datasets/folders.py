@@ -8,13 +8,14 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from batchmill.datasets.sources import LocalSource, Source
 from batchmill.errors import StorageFull
-from batchmill.part_files import Digest, PartFile, remove_files, sync_folder
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import ENDLESS, Term
+from batchmill.part_files import Digest, sync_file
 
 
 class Part(Protocol):
@@ -87,36 +88,25 @@ def folder_of(home: Home) -> Folder:
 
 
 class DiskFolder:
-    """A folder of a file system.
-
-    Args: may_write: called before what changes files; it waits, or raises what the methods then raise.
-    """
+    """A folder of a file system. Past the term, what changes files raises TermOver, or waits: see `owner_term`."""
 
     is_on_disk = True
 
-    def __init__(self, path: Path, may_write: Callable[[], None] = lambda: None) -> None:
-        self.path, self._may_write = path, may_write
+    def __init__(self, path: Path, term: Term = ENDLESS) -> None:
+        self.path, self._owned = path, OwnedFiles(term)
 
     def on_disk(self) -> Path:
-        self._may_write()
+        self._owned.term.check()
         return self.path
 
     def create(self, name: str) -> BinaryIO:
-        self._may_write()
-        return open(self.path / name, "wb")  # noqa: SIM115 - the caller closes it
+        return self._owned.open_new(self.path / name)
 
     def part(self, name: str, digest: Digest | None = None) -> Part:
-        self._may_write()
-        return PartFile(self.path / name, 0o600, digest)
+        return self._owned.part(self.path / name, digest=digest)
 
     def write(self, name: str, data: bytes) -> None:
-        self._may_write()
-        temporary = self.path / f"{name}.tmp"
-        temporary.write_bytes(data)
-        sync(temporary)
-        self._may_write()
-        temporary.rename(self.path / name)
-        sync_folder(self.path)
+        self._owned.write(self.path / name, data)
 
     def open(self, name: str) -> BinaryIO:
         return open(self.path / name, "rb")  # noqa: SIM115 - the caller closes it
@@ -142,28 +132,17 @@ class DiskFolder:
             return []
 
     def remove(self, name: str) -> None:
-        self._may_write()
-        (self.path / name).unlink(missing_ok=True)
+        self._owned.remove(self.path / name)
 
     def remove_durably(self, *names: str) -> None:
-        self._may_write()
-        remove_files([self.path / name for name in names])
+        self._owned.remove_durably([self.path / name for name in names])
 
     def rename(self, name: str, new_name: str) -> None:
-        self._may_write()
-        (self.path / name).rename(self.path / new_name)
+        self._owned.move(self.path / name, self.path / new_name)
 
     def sync(self) -> None:
         for name in self.names():
-            sync(self.path / name)
-
-
-def sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            sync_file(self.path / name)
 
 
 class MemoryFolder:
@@ -250,17 +229,17 @@ class _MemoryFile(io.BytesIO):
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
         super().__init__()
-        self._files, self._name = files, name
+        self._owned, self._name = files, name
 
     def close(self) -> None:
         if not self.closed:
-            self._files[self._name] = self.getvalue()
+            self._owned[self._name] = self.getvalue()
         super().close()
 
 
 class _MemoryPart:
     def __init__(self, files: dict[str, bytes], name: str, digest: Digest | None) -> None:
-        self._files, self._name, self._digest = files, name, digest
+        self._owned, self._name, self._digest = files, name, digest
         self._pieces: list[bytes | memoryview] = []
         self.size_bytes = 0
 
@@ -270,7 +249,7 @@ class _MemoryPart:
         return len(data)
 
     def publish(self) -> None:
-        data = self._files[self._name] = b"".join(self._pieces)
+        data = self._owned[self._name] = b"".join(self._pieces)
         if self._digest is not None:
             self._digest.update(data)
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow, JobPaused
-from batchmill.owner_clock import check_left
+from batchmill.owner_term import Term
 from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments.format import BlockRows
@@ -458,30 +458,26 @@ class Held(Struct, eq=False):
             self.lease_host.leave(self)
 
 
-class OwnerTerm:
+class OwnerTerm(Term):
     """How long this worker may begin work: as long as its owner surely owns the database.
 
     An owner that is stopped, or cut off from its database, is silent: another one may have replaced it.
     """
 
     def __init__(self, clock: Callable[[], float], *, is_limited: bool) -> None:
-        """Args: clock: see `owner_clock`; is_limited: False: the owner owns its database until it ends."""
+        """Args: clock: see `owner_term`; is_limited: False: the owner owns its database until it ends."""
         self.clock, self._until = clock, 0.0 if is_limited else math.inf
         self._waiters: list[asyncio.Future[None]] = []
 
-    @property
-    def is_valid(self) -> bool:
-        return self.clock() < self._until
-
-    def check(self) -> None:
-        """Raises: DatabaseUnavailable when it is over. Concurrency: any thread."""
-        check_left(self._until - self.clock())
+    def left_s(self) -> float:
+        """As `Term.left_s`."""
+        return self._until - self.clock()
 
     def renew(self, message: Renewed) -> bool:
         """Handle the owner's reply to a heartbeat. Returns whether work may begin again."""
-        was_valid = self.is_valid
+        was_over = self.is_over()
         self._until = max(self._until, message.at + message.left_s)
-        if was_valid or not self.is_valid:
+        if not was_over or self.is_over():
             return False
         for waiter in self._waiters:
             if not waiter.done():
@@ -489,7 +485,7 @@ class OwnerTerm:
         return True
 
     async def until_valid(self) -> None:
-        while not self.is_valid:
+        while self.is_over():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             try:

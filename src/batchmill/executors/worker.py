@@ -37,7 +37,7 @@ from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
 from batchmill.object_store.credentials import has_credentials, joined
 from batchmill.optional import require
-from batchmill.owner_clock import now_s
+from batchmill.owner_term import now_s
 from batchmill.ports.engines import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
@@ -118,7 +118,7 @@ class Worker:
             failed=self._input_failed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
-            may_begin=lambda: self._term.is_valid,
+            may_begin=lambda: not self._term.is_over(),
             grants_max=1 if start.model.is_handed_over else channel.grants_max,
             ahead_s=0.0 if start.model.is_handed_over else channel.ahead_s,
         )
@@ -454,7 +454,7 @@ class Worker:
         return pace_s if any(held.undone for held in self._held.values()) else 0.0
 
     async def _beat(self) -> None:
-        if not self._term.is_valid:  # it begins nothing before the reply
+        if self._term.is_over():  # it begins nothing before the reply
             self._send(Heartbeat(self._engine.stats(), now_s()))
         sent, sent_at, counted_at = None, 0.0, 0.0
         while True:
@@ -510,7 +510,7 @@ def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | 
     worker_environment.lend(storage.environ)
     if not has_credentials(os.environ):
         worker_environment.lend(storage.credentials)
-    return require("batchmill.store.segments.objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
+    return require("batchmill.store.segments.objects:ObjectSegments", "[storage] objects")(storage.url, term)
 
 
 async def _prepare(engine: str) -> Prepared | None:

@@ -23,7 +23,7 @@ class RecentJobs:
     """Concurrency: the thread that writes the database changes it; the event loop reads it."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self._database, self._term = database, database.term
         self._lock = threading.Lock()
         self._records: OrderedDict[str, Record | JobView] = OrderedDict()  # the view once it was asked for
         self._reading: dict[str, object] = {}  # job -> its newest read that no change has overtaken
@@ -31,8 +31,7 @@ class RecentJobs:
 
     def get(self, job_id: str) -> JobView | None:
         """The stored part of a job's view, by its whole id; None: call `read`."""
-        left_s = self._database.owned_s()
-        if left_s is not None and left_s <= 0:
+        if self._term.is_over():
             return None  # another process may own the database, and have changed it
         record = self._records.get(job_id)
         if record is None or isinstance(record, JobView):

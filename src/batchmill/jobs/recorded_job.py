@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchmill import faults
 from batchmill.datasets import layout
 from batchmill.datasets.folders import Folder
-from batchmill.errors import StorageFailed, StorageFull
+from batchmill.errors import StorageFailed, StorageFull, TermOver
 from batchmill.jobs.finishing import Finish, ended_fields, write_held
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
@@ -43,7 +43,7 @@ from batchmill.jobs.results.parts.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
-from batchmill.owner_clock import check_left, is_over
+from batchmill.owned_files import OwnedFiles
 from batchmill.part_files import HeldFile
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
@@ -90,6 +90,8 @@ class RecordedJob:
         self._tools, self._clock = tools, tools.clock
         self._stored = JobStorage(tools.stored, self.files)
         self._commit_log, self._ledger = tools.commit_log, tools.commit_log.ledger
+        self._term = self._ledger.database.term
+        self._owned = OwnedFiles(self._term)  # of what lies in its folder, where a successor goes on
         self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
         self._counted: CountedCommits | None = None  # of a small job that runs for the first time
         self._unspent_s = 0.0  # running time of a small job that is not stored yet
@@ -271,8 +273,8 @@ class RecordedJob:
 
     async def _write_spec(self, spec: JobSpec) -> None:
         """Raises: JobPaused where another process may be the owner: the files are its own."""
-        check_left(self._ledger.database.owned_s())
-        await asyncio.to_thread(self.files.write_spec, spec)
+        self._term.check()
+        await asyncio.to_thread(self.files.write_spec, spec, self._owned)
 
     async def _store_spec(self) -> None:
         """Store a spec that has changed. Raises: JobPaused, as above."""
@@ -281,8 +283,8 @@ class RecordedJob:
 
     async def _clear_unsealed(self) -> None:
         """Remove an unsealed dataset, unless another process may be sealing it by now."""
-        if not is_over(self._ledger.database.owned_s()):
-            await asyncio.to_thread(self.files.clear_unsealed)
+        with suppress(TermOver):
+            await asyncio.to_thread(self.files.clear_unsealed, self._owned)
 
     async def _segments(self) -> SegmentPlace:
         place = self.files.segment_place
@@ -299,7 +301,7 @@ class RecordedJob:
         await self._stored.bring_segments()
         if (log := self._tools.stored.log) is not None and self.files.plan(1).exists():
             await log.sync()  # second names of results before a retry, which it would make again of the new ones
-        check_left(self._ledger.database.owned_s())
+        self._term.check()
 
     def _is_planned(self, record: Record) -> bool:
         """Whether the rows have been planned."""
@@ -383,7 +385,7 @@ class RecordedJob:
 
     async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:
         """Offload work that writes results: only while this process surely owns the database. Raises: JobPaused."""
-        check_left(self._ledger.database.owned_s())
+        self._term.check()
         return await self._offload(target, order, progress, **kw)
 
     @property
@@ -397,7 +399,7 @@ class RecordedJob:
             new = self._prepared_in = NewFolders(self.files)
             return await seal_and_plan_at_once(order, new.dataset, new.plan, disk_quota, self._call)
         await self._unpack(is_new=True)
-        term = "" if self.spec.is_small else self._ledger.database.term_path()  # a small one's folder is its own
+        term = "" if self.spec.is_small else self._term.path  # a small one's folder is its own
         order, sealing = replace(order, copies=self._copies(), term=term), None
         if self._nodes is not None and not self.spec.is_small:
             sealing = NodeSealing(self._nodes, term)
@@ -416,12 +418,12 @@ class RecordedJob:
                 f"the media of job {self.spec.id} are to be copied to [storage] objects, which is not set any more: "
                 "set it, or start over with --restart"
             )
-        return CopyOrder(prefix_of(self.spec.id), store=stored.url, term=self._ledger.database.term_path())
+        return CopyOrder(prefix_of(self.spec.id), store=stored.url, term=self._term.path)
 
     async def _clear_refused(self) -> None:
         """Remove what was made of a dataset of which no row runs."""
-        check_left(self._ledger.database.owned_s())
-        await asyncio.to_thread(self.files.clear_refused, self.spec.project)
+        self._term.check()
+        await asyncio.to_thread(self.files.clear_refused, self.spec.project, self._owned)
         if self.spec.dataset.media_copies:
             await self._tools.stored.remove(self.files.media)
 
@@ -433,6 +435,6 @@ class RecordedJob:
         if self.spec.is_small:
             self.files.output("").parent.mkdir(mode=packed.FOLDER_MODE, exist_ok=True)
         return Publishing(
-            self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes,
+            self.spec, self.files, self._offload_owned, self._term.path, self._nodes,
             is_logged=self._tools.stored.log is not None,
         )  # fmt: skip

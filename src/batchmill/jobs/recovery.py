@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
-from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidTransition, StorageFailed, StorageFull
+from batchmill.errors import (
+    BatchmillError,
+    DatabaseUnavailable,
+    InvalidTransition,
+    StorageFailed,
+    StorageFull,
+    TermOver,
+)
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.core_task import was_cut_off
@@ -13,6 +21,7 @@ from batchmill.jobs.ledger.files import clear_unsealed, read_spec, sweep_orphans
 from batchmill.jobs.maintenance import StalledJobs
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.transitions import Transitions
+from batchmill.owned_files import OwnedFiles
 from batchmill.states import JobState, PauseReason
 
 ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from providers may take longer
@@ -32,8 +41,10 @@ class Recovery:
         Returns: the jobs to resume: those that came over HTTP and were cut off.
         """
         to_resume: list[str] = []
+        data_dir, owned = self._tools.data_dir, OwnedFiles(self._tools.database.term)
         unfinished = await self._read(job_records.unfinished)
-        await asyncio.to_thread(clear_unsealed, self._tools.data_dir, [record["id"] for record in unfinished])
+        with suppress(TermOver):  # a job that goes on clears its own
+            await asyncio.to_thread(clear_unsealed, data_dir, [record["id"] for record in unfinished], owned)
         for record in unfinished:
             state, spec = JobState(record["state"]), read_spec(record["spec"])
             if state is JobState.CANCELLING:
@@ -44,7 +55,8 @@ class Recovery:
             elif await self._pause_interrupted(spec.id) or resume_server_jobs:
                 to_resume += [spec.id] if spec.origin else []
         job_ids = await self._read(job_records.ids)
-        await asyncio.to_thread(sweep_orphans, self._tools.data_dir, job_ids)
+        with suppress(TermOver):  # the next owner does it
+            await asyncio.to_thread(sweep_orphans, data_dir, job_ids, owned)
         return to_resume
 
     async def wait_ending(self) -> None:

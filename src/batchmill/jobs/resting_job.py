@@ -59,7 +59,7 @@ class RestingJob(RecordedJob):
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
             order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
-            opened = await plan_retry(replace(order, term=self._ledger.database.term_path()), self._offload)
+            opened = await plan_retry(replace(order, term=self._term.path), self._offload)
             await self._tools.scratch.store(self.spec)
             if not self.spec.is_small:
                 await self._stored.publish(self.files.plan(generation))

@@ -83,7 +83,7 @@ class JobService:
         data_dir, disk_quota, stored = space.data_dir, space.disk_quota, space.stored
         self._data_dir, self._clock = data_dir, clock
         self._commit_log, self._dispatcher, database = commit_log, dispatcher, commit_log.ledger.database
-        self._disk_reserve = DiskReserve(data_dir / "disk_reserve", database.owned_s)
+        self._disk_reserve = DiskReserve(data_dir / "disk_reserve", database.term)
         self._children = children or Children()
         self._scratch = Scratch(data_dir, database)
         earlier = EarlierJobs(space, commit_log.ledger, clock, self._children.offload, self._scratch)

@@ -23,6 +23,7 @@ from batchmill.jobs.maintenance import JobDeadlines
 from batchmill.jobs.recorded_job import Entry, answer_of
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import full_disk_named
 from batchmill.states import JobState, PauseReason
 from batchmill.store.sql.transactions import Record
@@ -132,7 +133,7 @@ class Submissions:
         files = self._tools.scratch.files(spec)
         try:
             with full_disk_named(files.home):
-                await asyncio.to_thread(files.write_spec, spec)
+                await asyncio.to_thread(files.write_spec, spec, OwnedFiles())  # no successor knows the id
                 read = [*spec.dataset.paths, *(model.source for model in spec.models)]
                 await asyncio.to_thread(spooled_inputs.keep, self._tools.data_dir, read, spec.id)
             faults.point("after_describe")
@@ -167,7 +168,7 @@ class Submissions:
 
     async def _forget(self, spec: JobSpec, files: JobFiles) -> None:
         """Remove what a job has written that was not stored."""
-        await asyncio.to_thread(files.remove)
+        await asyncio.to_thread(discard, files.home)
         await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id)
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:

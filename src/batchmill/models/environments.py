@@ -16,17 +16,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.errors import InvalidInput, ModelFailed, TermOver
 from batchmill.models import installers, isolation, pip_settings
 from batchmill.models.installers import Installer, Run
 from batchmill.models.redaction import without_userinfo
-from batchmill.owner_clock import check_left, is_over
+from batchmill.owned_files import OwnedFiles, discard
+from batchmill.owner_term import POLL_S
 from batchmill.types import Isolation
 
 FOLDER = "environments"  # in the data directory
@@ -60,11 +61,8 @@ class Environments:
         isolation: the sandbox for installing packages, which run their own code.
     """
 
-    def __init__(
-        self, folder: Path, isolation: Isolation | None = None, owned_s: Callable[[], float | None] = lambda: None
-    ) -> None:
-        """Args: owned_s: see `Database.owned_s`. After it another owner may have built an environment anew."""
-        self._folder, self._isolation, self._owned_s = folder, isolation, owned_s
+    def __init__(self, folder: Path, isolation: Isolation | None = None, owned: OwnedFiles = OwnedFiles()) -> None:
+        self._folder, self._isolation, self._owned = folder, isolation, owned
         self._building: dict[str, asyncio.Lock] = {}
         self._resolving = asyncio.Semaphore(RESOLVES_MAX)
 
@@ -98,7 +96,7 @@ class Environments:
         try:
             yield folder
         finally:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            await asyncio.shield(asyncio.to_thread(discard, folder))
 
     async def python(self, interpreter: str | None, lock: str | None, log: Path) -> str | None:
         """The interpreter of a function; None: batchmill's own.
@@ -123,8 +121,7 @@ class Environments:
         venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
             if not await asyncio.to_thread(_is_complete, venv):
-                check_left(self._owned_s())
-                await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
+                await asyncio.to_thread(self._owned.remove_tree, venv)
                 await self._build(venv, base, lock, log)
             await asyncio.to_thread(_record_of(venv).touch)  # the time of its last use
         return str(venv / "bin" / "python")
@@ -138,24 +135,26 @@ class Environments:
         _check_python(lock, await _version_of(base))
         async with self._building.setdefault(venv.name, asyncio.Lock()):
             if not await asyncio.to_thread(_is_complete, venv):
-                check_left(self._owned_s())
-                await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
+                await asyncio.to_thread(self._owned.remove_tree, venv)
                 await self._build(venv, base, lock, log)
             await asyncio.to_thread(_record_of(venv).touch)
 
     async def _build(self, venv: Path, base: str, lock: str, log: Path) -> None:
-        await asyncio.to_thread(venv.mkdir, parents=True, mode=0o700)
+        await asyncio.to_thread(self._owned.make_folder, venv, is_new=True)
         try:
             installer = await asyncio.to_thread(installers.installer_of, installers.parse(lock), os.environ)
             run = await self._runner(installer, venv, base, log, BUILD_S_MAX, INSTALL_FAILED)
             await installer.install(lock, base, venv, run)
             paths = await asyncio.to_thread(isolation.interpreter_folders, base)
-            await asyncio.to_thread(shutil.rmtree, venv / UV_CACHE, ignore_errors=True)
+            while self._owned.term.is_over():  # a successor, which ends this process, may be building it
+                await asyncio.sleep(POLL_S)
+            await asyncio.to_thread(self._owned.remove_tree, venv / UV_CACHE)
         except BaseException:
-            if not is_over(self._owned_s()):
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
+            with contextlib.suppress(TermOver):
+                await asyncio.shield(asyncio.to_thread(self._owned.remove_tree, venv))
             raise
-        _record(venv, Base(base, [*paths]))  # not in a thread: a cancelled build has no record
+        # Not in a thread: a cancelled build has no record.
+        self._owned.write(_record_of(venv), msgspec.json.encode(Base(base, [*paths])), is_durable=False)
 
     async def _runner(
         self, installer: Installer, folder: Path, base: str, log: Path, timeout_s: float, failure: str
@@ -178,15 +177,17 @@ class Environments:
 
         Args:
             used: interpreters of existing versions.
+
+        Raises: TermOver where another process may be the owner, of other versions.
         """
         for path in self._folder.glob("*"):
             venv = path.with_suffix("")
             if str(venv / "bin" / "python") in used or (venv.is_dir() and _is_recently_used(_record_of(venv))):
                 continue
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                self._owned.remove_tree(path)
             else:
-                path.unlink(missing_ok=True)
+                self._owned.remove(path)
 
 
 class _Requested(Struct, frozen=True):
@@ -214,14 +215,6 @@ class Base(Struct, frozen=True):
 
 def _record_of(venv: Path) -> Path:
     return venv.with_name(venv.name + RECORD)
-
-
-def _record(venv: Path, base: Base) -> None:
-    """Write the record of a complete environment."""
-    file = _record_of(venv)
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_bytes(msgspec.json.encode(base))
-    os.replace(unfinished, file)
 
 
 def base_of(venv: Path) -> Base:

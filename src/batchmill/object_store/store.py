@@ -20,6 +20,7 @@ from batchmill.errors import AuthRefused, BatchmillError, Conflict, InvalidConfi
 from batchmill.object_store.credentials import Variables, find_access
 from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
 from batchmill.object_store.urls import BUCKETS, ObjectInfo, ObjectUrl, check_key, local_path
+from batchmill.owner_term import ENDLESS, Term
 
 RANGE_BYTES = 8 * 1024 * 1024  # of one GET of a large object, and of one part of a large upload
 RETRY_S = 60.0  # how long a call tries again
@@ -33,18 +34,17 @@ DELETED_AT_ONCE = 1000
 
 Result = TypeVar("Result")
 Pause = Callable[[float], None]
-MayWrite = Callable[[], None]
 
 
 class _CheckedFile:
-    """A file that is uploaded in parts: each part is read only if it may be written."""
+    """A file that is uploaded in parts: each part is read only within a term."""
 
-    def __init__(self, file: BinaryIO, may_write: MayWrite) -> None:
-        self._file, self._may_write = file, may_write
+    def __init__(self, file: BinaryIO, term: Term) -> None:
+        self._file, self._term = file, term
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        self._may_write()
+        self._term.check()
         return self._file.read(size)
 
 
@@ -63,17 +63,17 @@ class ObjectStore:
         *,
         retry_s: float = RETRY_S,
         pause: Pause = time.sleep,
-        may_write: MayWrite = lambda: None,
+        term: Term = ENDLESS,
     ) -> None:
         """Args:
         environment: the variables that it is reached with; see `credentials`.
-        may_write: called before each request that changes an object; it raises what the method then raises.
+        term: checked before each request that changes an object. Past it, methods raise TermOver.
 
         Raises: InvalidConfig (`invalid_store`, `missing_dependency`), AuthRefused.
         """
         self.url = str(place).rstrip("/")
         self._place, self._environment = place, environment
-        self._retry_s, self._pause, self._may_write = retry_s, pause, may_write
+        self._retry_s, self._pause, self._term = retry_s, pause, term
         self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
         self._client = self._connect(retries=0)
 
@@ -192,13 +192,13 @@ class ObjectStore:
         is_remote = self._place.scheme in BUCKETS
         client = self._connect(retries=UPLOAD_RETRIES_MAX) if is_remote else self._client
         with path.open("rb") as file:
-            source: Any = _CheckedFile(file, self._may_write)
+            source: Any = _CheckedFile(file, self._term)
             try:
                 obstore.put(
                     client, name, source, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX
                 )
-            except OSError:  # also what `may_write` raised
-                self._may_write()
+            except OSError:  # also what the term raised
+                self._term.check()
                 raise
 
     def list(self, prefix: str = "", *, after: str = "", listed_max: int | None = None) -> Iterator[ObjectInfo]:
@@ -282,7 +282,7 @@ class ObjectStore:
         while True:
             try:
                 if writes:
-                    self._may_write()
+                    self._term.check()
                 return action(self._client, f"{self._prefix}{key}")
             except BatchmillError as error:
                 failure = error

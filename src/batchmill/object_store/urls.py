@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
+from batchmill.owner_term import ENDLESS, Term
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
@@ -88,17 +89,15 @@ def check_key(key: str, text: str) -> None:
         raise _invalid(text, "its key has control characters")
 
 
-def open_store(
-    url: str, environment: Mapping[str, str] = os.environ, *, may_write: Callable[[], None] = lambda: None
-) -> ObjectStore:
+def open_store(url: str, environment: Mapping[str, str] = os.environ, *, term: Term = ENDLESS) -> ObjectStore:
     """The store at a URL; its keys are relative to the URL. Connects to nothing yet.
 
-    Args: environment: the variables that it is reached with; see `credentials`. may_write: see `ObjectStore`.
+    Args: environment: the variables that it is reached with; see `credentials`. term: see `ObjectStore`.
 
     Raises: InvalidInput (`invalid_url`), InvalidConfig (`missing_dependency`, `invalid_store`), AuthRefused.
     """
     place = parse_url(url)
-    return require(STORE, f"an object store ({place.scheme}://)")(place, environment, may_write=may_write)
+    return require(STORE, f"an object store ({place.scheme}://)")(place, environment, term=term)
 
 
 def local_path(url: ObjectUrl) -> str:

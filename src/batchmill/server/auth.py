@@ -8,7 +8,7 @@ import ipaddress
 import re
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated, Unavailable
 from batchmill.models import addresses
+from batchmill.owner_term import ENDLESS, Term
 from batchmill.ports.clock import Clock
 from batchmill.server.admission_control import Proxies
 from batchmill.services.keys import ANYBODY
@@ -69,10 +70,10 @@ class Gate:
         requests_per_minute: int | None = None,
         proxies: Proxies | None = None,
         *,
-        owned_s: Callable[[], float | None] = lambda: None,
+        term: Term = ENDLESS,
     ) -> None:
-        """Args: owned_s: see `Database.owned_s`. After it, another owner may have revoked keys that are cached here."""
-        self._proxies, self._owned_s = proxies or Proxies(), owned_s
+        """Args: term: see `Database.term`. After it, another owner may have revoked keys that are cached here."""
+        self._proxies, self._term = proxies or Proxies(), term
         self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
         self._requests, self._failures = TokenBuckets(), TokenBuckets()
         self._secret = secrets.token_bytes(16)
@@ -91,15 +92,11 @@ class Gate:
 
     def check_owned(self) -> None:
         """Raises: Unavailable once this process cannot be sure that it still owns the database."""
-        if not self._is_owner():
+        if self._term.is_over():
             raise Unavailable(
                 "this server does not reach its database, which another server may own by now; try again",
                 code="database_silent",
             )
-
-    def _is_owner(self) -> bool:
-        left_s = self._owned_s()
-        return left_s is None or left_s > 0
 
     def spend(self, caller: Caller) -> None:
         """Count a request of a caller. Raises: RateLimited."""
@@ -132,7 +129,7 @@ class Gate:
 
     def cached_caller(self, authorization: bytes | None) -> Caller | None:
         """Return the caller if it is known without waiting; None: call `admit`, which waits, or refuses."""
-        if not self._is_owner():
+        if self._term.is_over():
             return None
         if authorization is None:
             return self._keys.cached_caller(None)
@@ -158,7 +155,7 @@ class Gate:
 
     async def identify(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
         """Return the caller, or None without a valid key. For public operations that show more with a key."""
-        if not self._is_owner():
+        if self._term.is_over():
             return None
         try:
             return await self._caller(headers, address)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -15,8 +14,9 @@ from typing import TypeVar
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import OverQuota
-from batchmill.owner_clock import is_over
+from batchmill.errors import OverQuota, TermOver
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import ENDLESS, Term
 from batchmill.store.quotas import over_quota
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import adapters, files, jobs, upload_parts
@@ -29,32 +29,24 @@ RESERVE_BYTES = 4 * 1024 * 1024
 class DiskReserve:
     """A file that reserves disk space for recording that the disk is full. It stays while it may be another owner's.
 
-    Args: owned_s: see `Database.owned_s`.
+    Args: term: see `Database.term`.
     """
 
-    def __init__(self, path: Path, owned_s: Callable[[], float | None] = lambda: None) -> None:
-        self._path, self._owned_s = path, owned_s
+    def __init__(self, path: Path, term: Term = ENDLESS) -> None:
+        self._path, self._owned = path, OwnedFiles(term)
 
     def reserve(self) -> None:
         """Allocate the reserve. Without enough space there is none until the next call."""
-        if is_over(self._owned_s()):
-            return
         if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
             return
-        fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, RESERVE_BYTES)
-        except OSError:
-            self.release()
-        finally:
-            os.close(fd)
+        with suppress(TermOver):
+            if not self._owned.allocate(self._path, RESERVE_BYTES):
+                self.release()
 
     def release(self) -> None:
         """Free the reserve."""
-        if is_over(self._owned_s()):
-            return  # nothing can be stored now anyway
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        with suppress(TermOver):  # nothing can be stored then anyway
+            self._owned.remove(self._path)
 
 
 def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]:

@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed, to_storage_error
-from batchmill.owner_clock import check_left
-from batchmill.part_files import link_over, sync_folder
+from batchmill.owned_files import OwnedFiles
+from batchmill.part_files import sync_folder
 from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
@@ -32,7 +32,6 @@ log = logging.getLogger("batchmill.store")
 FILE_BYTES_MAX = 64 * 1024  # a longer one is synced by itself
 SYNC_EVERY_S = 2.0
 BATCH_MAX = 500  # files that are synced together, and forgotten in one transaction
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 # Links come last: what they link to is on the disk by then.
 _ORDER = logged_files.c.source.is_not(None), logged_files.c.path
@@ -64,6 +63,7 @@ class FileLog:
 
     def __init__(self, database: Database, data_dir: Path) -> None:
         self._database, self._home, self._begin = database, data_dir, f"{data_dir}/"
+        self._owned = OwnedFiles(database.term)
         self._number = 0  # of the newest file; a file that is written again gets another one
         self._has_some = True  # perhaps
         self._is_uncertain = self._is_opening = True  # the files may lack what the database has of them
@@ -76,7 +76,7 @@ class FileLog:
         """
         assert len(data) <= FILE_BYTES_MAX, "a longer file is synced by itself"
         with self._logged(db, path, None, data):
-            _create(path, data)
+            self._owned.create(path, data)
 
     def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
         """Link a file to another name, as `write`. Returns its size; None: it is not there.
@@ -87,7 +87,7 @@ class FileLog:
         """
         try:
             with self._logged(db, target, self._name(source), None):
-                link_over(source, target)
+                self._owned.link(source, target)
                 return os.stat(target).st_size
         except FileNotFoundError:
             return None
@@ -106,7 +106,6 @@ class FileLog:
         """
         self._number += 1
         put(db, logged_files, {"path": self._name(path), "number": self._number, "source": source, "data": data})
-        check_left(self._database.owned_s())
         try:
             yield
         except OSError:
@@ -195,69 +194,26 @@ class FileLog:
         for each in db.execute(_WHOLE, {"paths": [each.path for each in found]}):
             path = self._home / each.path
             if self._is_opening or path.exists():  # else it has been removed
-                check_left(self._database.owned_s())
                 self._restore(path, each.source, each.data)
 
     def _restore(self, path: Path, source: str | None, data: bytes | None) -> None:
         """Write a file as it was. Who has it open sees the same bytes as before."""
         if not path.parent.is_dir():
-            path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            self._owned.make_folder(path.parent)
             sync_folder(path.parent.parent)
         if data is not None:
-            _write(path, bytes(data))
+            self._owned.overwrite(path, bytes(data))
         elif source is not None:
             first = self._home / source
             if not first.exists() or (path.exists() and path.samefile(first)):
                 return  # what is left of a file whose first name is gone stays
-            link_over(first, path)
+            self._owned.link(first, path)
 
 
 def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
     """Forget files, but for those that were written again meanwhile."""
     newest = max(each.number for each in found)  # all numbers of what was not written again are below it
     _FORGET.run(db, {"paths": [each.path for each in found], "newest": newest})
-
-
-def _create(path: Path, data: bytes) -> None:
-    """Write a new file. It replaces the one that is there, which may have another name: of results before a retry."""
-    try:
-        _write_new(path, data)
-    except FileExistsError:
-        part = path.with_name(path.name + ".part")
-        part.unlink(missing_ok=True)
-        try:
-            _write_new(part, data)
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
-    try:
-        _write_all(fd, data)
-    finally:
-        os.close(fd)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file, over the one that is there. Who seals one of the same size meanwhile sees no change."""
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-    try:
-        before = os.fstat(fd)
-        _write_all(fd, data)
-        os.ftruncate(fd, len(data))
-        if before.st_size == len(data):
-            os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    written = os.write(fd, data)
-    while written < len(data):
-        written += os.write(fd, memoryview(data)[written:])
 
 
 def _fsync(path: str) -> None:

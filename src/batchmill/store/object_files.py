@@ -21,8 +21,9 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
-from batchmill import faults, owner_clock
+from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed
+from batchmill.owner_term import Term
 from batchmill.part_files import sync_folder
 from batchmill.ports.storage import Objects
 from batchmill.store import catalog, folder_objects
@@ -49,8 +50,7 @@ def open_files(
     database: Database, data_dir: Path, url: str, cache_bytes: int, *, has_nodes: bool = False
 ) -> ObjectFiles:
     """Raises: InvalidConfig for a URL at which there can be no store."""
-    objects = StoreObjects(url, may_write=lambda: owner_clock.check_left(database.owned_s()))
-    return ObjectFiles(database, data_dir, objects, cache_bytes, url=url, has_nodes=has_nodes)
+    return ObjectFiles(database, data_dir, StoreObjects(url, database.term), cache_bytes, url=url, has_nodes=has_nodes)
 
 
 class _Copy(Struct, frozen=True):
@@ -63,20 +63,17 @@ class _Copy(Struct, frozen=True):
 class _OwnersObjects:
     """Objects that are written and deleted only while this process owns the database."""
 
-    def __init__(self, objects: Objects, database: Database) -> None:
-        self._objects, self._owned_s = objects, database.owned_s
+    def __init__(self, objects: Objects, term: Term) -> None:
+        self._objects, self._term = objects, term
         self.get, self.list = objects.get, objects.list
 
     def put(self, name: str, data: bytes) -> None:
-        self._check()
+        self._term.check()
         self._objects.put(name, data)
 
     def delete(self, names: Iterable[str]) -> None:
-        self._check()
+        self._term.check()
         self._objects.delete(names)
-
-    def _check(self) -> None:
-        owner_clock.check_left(self._owned_s())
 
 
 class ObjectFiles:
@@ -95,7 +92,7 @@ class ObjectFiles:
     ) -> None:  # fmt: skip
         self.has_nodes, self.url = has_nodes, url
         self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
-        self._objects: Objects = _OwnersObjects(objects, database)
+        self._objects: Objects = _OwnersObjects(objects, database.term)
         self._copies: dict[str, _Copy] = {}  # by path, the least recently used first
         self._bytes = 0  # of all copies
         self._held: defaultdict[str, set[str]] = defaultdict(set)  # holder -> paths

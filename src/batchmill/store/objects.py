@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from batchmill.errors import AuthRefused, Conflict, InvalidInput, StorageFailed, TooLarge, Unavailable
 from batchmill.object_store.urls import ObjectInfo, open_store
+from batchmill.owner_term import ENDLESS, Term
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024  # nothing larger is put: see `folder_objects` and `segment_objects`
 
@@ -14,9 +15,9 @@ OBJECT_BYTES_MAX = 256 * 1024 * 1024  # nothing larger is put: see `folder_objec
 class StoreObjects:
     """The objects below a URL. Raises: InvalidConfig for a URL that no store can be opened at."""
 
-    def __init__(self, url: str, may_write: Callable[[], None] = lambda: None) -> None:
-        """Args: may_write: see `ObjectStore`."""
-        self._store = open_store(url, may_write=may_write)
+    def __init__(self, url: str, term: Term = ENDLESS) -> None:
+        """Args: term: see `ObjectStore`."""
+        self._store = open_store(url, term=term)
 
     def put(self, name: str, data: bytes) -> None:
         with _store_errors(name):

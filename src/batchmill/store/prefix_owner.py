@@ -22,10 +22,10 @@ import sqlalchemy as sa
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill import owner_clock
 from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import ObjectInfo, parse_url
+from batchmill.owner_term import Term
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import ledger
 
@@ -54,18 +54,24 @@ class PrefixOwner(Struct, frozen=True):
         return f"renewed by {self.host} at {datetime.fromtimestamp(self.renewed, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+class _ClaimTerm(Term):
+    """That of the owner, until it gives the claim up."""
+
+    def __init__(self, term: Term) -> None:
+        self._term, self.is_given_up = term, False
+
+    def left_s(self) -> float:
+        return 0.0 if self.is_given_up else self._term.left_s()
+
+
 class PrefixClaim:
     """A prefix that this database owns."""
 
-    def __init__(self, url: str, own: PrefixOwner, owned_s: Callable[[], float | None]) -> None:
-        """Args: owned_s: as of `Database`."""
+    def __init__(self, url: str, own: PrefixOwner, term: Term) -> None:
+        """Args: term: of the owner of the database."""
         self.own, self.is_written = own, False
-        self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, may_write=self._may_write)
-        self._owned_s, self._is_left = owned_s, False
-
-    def _may_write(self) -> None:
-        """Raises: TermOver when another process may own the database."""
-        owner_clock.check_left(0.0 if self._is_left else self._owned_s())
+        self._term = _ClaimTerm(term)
+        self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, term=self._term)
 
     @contextlib.asynccontextmanager
     async def renewing(self) -> AsyncIterator[None]:
@@ -74,7 +80,7 @@ class PrefixClaim:
         try:
             yield
         finally:
-            self._is_left = True
+            self._term.is_given_up = True
             task.cancel()
             (ended,) = await asyncio.gather(task, return_exceptions=True)
             if not isinstance(ended, asyncio.CancelledError):
@@ -90,7 +96,7 @@ class PrefixClaim:
         to yield to is for a person to decide.
         """
         try:
-            self._may_write()
+            self._term.check()
             owner = None if (seen := self.store.find(NAME)) is None else _read(self.store, seen)
             if owner is not None and owner.ledger != self.own.ledger:
                 log.error(
@@ -125,7 +131,7 @@ async def claim(database: Database, url: str, place: str) -> PrefixClaim:
     """
     found = await database.read(find_ledger) or await database.write(_make_ledger)
     own_id, claimed = found
-    own = PrefixClaim(url, _own(own_id, place, secrets.token_hex(8)), database.owned_s)
+    own = PrefixClaim(url, _own(own_id, place, secrets.token_hex(8)), database.term)
     store = own.store
     try:
         owner = await asyncio.to_thread(_claim, own)

@@ -81,7 +81,7 @@ class NodeWork(Struct, frozen=True):
     target: str  # MODULE:FUNCTION of batchmill, which takes `order` and a `NodePlace`, and returns bytes
     order: bytes
     paths: list[str]  # of files and folders of the data directory that it reads: they are in the object store
-    term: str = ""  # see `Database.term_path`: the work is ended with it
+    term: str = ""  # see `Term.path`: the work is ended with it
 
 
 class NodePlace(Struct, frozen=True):

@@ -266,7 +266,7 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     """Worker: it is alive; the statistics of its engine."""
 
     stats: EngineStats
-    at: float = 0.0  # of the worker's clock, see `owner_clock`
+    at: float = 0.0  # of the worker's clock, see `owner_term`
 
 
 class Failed(Struct, frozen=True, tag="failed"):

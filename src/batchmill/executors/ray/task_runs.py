@@ -23,7 +23,7 @@ from batchmill.errors import DatabaseUnavailable
 from batchmill.executors.ray.bytes_only import ActorFailed, limit
 from batchmill.executors.ray.frames import RunTask, TaskEnded
 from batchmill.executors.ray.node_tasks import run_task
-from batchmill.owner_clock import check_file
+from batchmill.owner_term import term_at
 
 CPUS_EACH = 2  # of a node, for one task
 NICENESS = 10
@@ -91,7 +91,7 @@ class TaskRuns:
         try:
             while not result.done():
                 await asyncio.wait({result}, timeout=LOOK_S)
-                check_file(order.term)
+                term_at(order.term).check()
                 if time.monotonic() > ends:
                     raise TimeoutError(f"it took more than {TASK_S:g} s")
             return await result
@@ -109,7 +109,7 @@ class TaskRuns:
         began = seen = time.monotonic()
         while True:
             nodes, now = await self._nodes(), time.monotonic()
-            check_file(term)
+            term_at(term).check()
             room = {node: most - self._on_node[node] for node, most in nodes.items()}
             best = max(room, key=room.__getitem__, default="")
             if best and room[best] > 0:

@@ -38,7 +38,7 @@ FLAWS_SHOWN = 5
 
 class NodeSealing:
     """
-    Args: term: see `Database.term_path`.
+    Args: term: see `Term.path`.
     """
 
     def __init__(self, nodes: Nodes, term: str) -> None:

@@ -29,7 +29,7 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
-from batchmill.owner_clock import check_file, wait_for_term
+from batchmill.owner_term import PatientTerm, term_at
 from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, SharedCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
@@ -57,7 +57,7 @@ class CopyOrder(Struct, frozen=True):
     folder: str  # or what the names of objects begin with
     shared: str = ""  # the folder with those of the project's jobs
     store: str = ""
-    term: str = ""  # see `Database.term_path`
+    term: str = ""  # see `Term.path`
 
 
 class PrepareOrder(Struct, frozen=True):
@@ -72,7 +72,7 @@ class PrepareOrder(Struct, frozen=True):
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
     checks: NodeChecks | None = None  # None: all rows are checked on this machine
     copies: CopyOrder | None = None  # None: nothing is copied
-    term: str = ""  # see `Database.term_path`: a successor may seal the same job in the same folder
+    term: str = ""  # see `Term.path`: a successor may seal the same job in the same folder
 
     def __repr__(self) -> str:  # without the token
         return f"PrepareOrder({self.spec.id})"
@@ -93,8 +93,8 @@ class Prepared(Struct, frozen=True):
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     request = msgspec.json.decode(order, type=PrepareOrder)
-    may_write = partial(wait_for_term, request.term)
-    folders = (DiskFolder(Path(each), may_write) for each in (request.dataset, request.plan))
+    term = PatientTerm(term_at(request.term))
+    folders = (DiskFolder(Path(each), term) for each in (request.dataset, request.plan))
     return msgspec.json.encode(prepare_in(request, *folders, progress))
 
 
@@ -153,7 +153,7 @@ def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]
     if order is None:
         return nullcontext()
     if order.store:
-        objects = StoreObjects(order.store, partial(check_file, order.term))
+        objects = StoreObjects(order.store, term_at(order.term))
         return MediaCopies(ObjectCopies(objects, order.folder))
     shared = SharedCopies(Path(order.shared))
     return MediaCopies(FolderCopies(Path(order.folder), shared, partial(check_disk, Path(request.dataset))))

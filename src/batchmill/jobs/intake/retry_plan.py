@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
-from batchmill.owner_clock import check_file
+from batchmill.owner_term import term_at
 from batchmill.ports.storage import SegmentSource
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import read_outcomes
@@ -36,7 +35,7 @@ class RetryOrder(Struct, frozen=True):
     generation: int  # that is to be opened
     model: int | None = None  # number of the model that the rows go to; None: each to its own
     in_memory_rows: int = IN_MEMORY_ROWS
-    term: str = ""  # see `Database.term_path`: a successor may open the same generation
+    term: str = ""  # see `Term.path`: a successor may open the same generation
 
     @classmethod
     def of(
@@ -90,7 +89,7 @@ def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
             home = files.plan(order.generation)
             home.mkdir(parents=True, exist_ok=True)
             sizes = [plan.shard_rows(model, rows) for model in order.spec.models]
-            folder = DiskFolder(home, partial(check_file, order.term))
+            folder = DiskFolder(home, term_at(order.term))
             planned = plan.plan_again(
                 first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, folder, order.model
             )

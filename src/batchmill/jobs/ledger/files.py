@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Container, Iterable
 from pathlib import Path
 
 import msgspec
 
 from batchmill.datasets import layout, sealing
+from batchmill.datasets.folders import DiskFolder
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
-from batchmill.part_files import PartFile, sync_folder
+from batchmill.owned_files import OwnedFiles
+from batchmill.part_files import sync_folder
 from batchmill.store.media_copies import FOLDER as MEDIA
 from batchmill.store.media_copies import prefix_of, remove_copies, shared_home
 from batchmill.types import MediaBounds, SegmentPlace
@@ -107,54 +108,49 @@ class JobFiles:
         """Where results that are asked for before the end are until they have been read."""
         return self.data_dir / PARTIAL / f"{self._job_id}.{name}"
 
-    def write_spec(self, spec: JobSpec) -> None:
+    def write_spec(self, spec: JobSpec, owned: OwnedFiles) -> None:
         """Create the job's folders and write `job.json`, durably. That of a small job is in the database alone."""
         if spec.is_small:
             return
         is_first = not self.home.parent.exists()
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
-        with PartFile(self.spec, 0o600) as file:
+        with owned.part(self.spec) as file:
             file.write(msgspec.json.encode(spec))
             file.publish()
         sync_folder(self.home.parent)
         if is_first:
             sync_folder(self.data_dir)
 
-    def remove(self) -> None:
-        """Remove the folder of a job that was never stored."""
-        shutil.rmtree(self.home, ignore_errors=True)
-
     def is_untouched(self) -> bool:
         """Whether nothing was read or run for this job."""
         traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
         return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
 
-    def clear_unsealed(self) -> None:
+    def clear_unsealed(self, owned: OwnedFiles) -> None:
         """Remove an unsealed dataset: sealing starts again, or not at all."""
         if not (self.dataset / "seal.json").exists():
-            sealing.clear(self.dataset)
+            sealing.clear(DiskFolder(self.dataset, owned.term))
 
-    def clear_refused(self, project: str) -> None:
+    def clear_refused(self, project: str, owned: OwnedFiles) -> None:
         """Remove the dataset and the plan of a job that will run no row."""
-        sealing.clear(self.dataset)
+        sealing.clear(DiskFolder(self.dataset, owned.term))
         for path in self.dataset.glob(layout.FETCHED):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self.plan(0).glob("*"):
-            path.unlink()
+            owned.remove_tree(path) if path.is_dir() else owned.remove(path)
+        owned.remove(*self.plan(0).glob("*"))
         remove_copies(self.media, self.shared_media(project))
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())
 
 
-def clear_unsealed(data_dir: Path, job_ids: Iterable[str]) -> None:
+def clear_unsealed(data_dir: Path, job_ids: Iterable[str], owned: OwnedFiles) -> None:
     """Remove what a kill left of datasets that were being unpacked."""
     for job_id in job_ids:
-        JobFiles(data_dir, job_id).clear_unsealed()
+        JobFiles(data_dir, job_id).clear_unsealed(owned)
 
 
-def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
+def sweep_orphans(data_dir: Path, known: Container[str], owned: OwnedFiles) -> None:
     """Remove the folders of jobs that are not in the ledger, after a crash between the two steps.
 
     One with work in it stays, whatever the ledger says: a lost ledger is rebuilt from it.
@@ -162,7 +158,7 @@ def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
     for home in (data_dir / "jobs").glob("job_*"):
         files = JobFiles(data_dir, home.name)
         if home.name not in known and files.is_untouched():
-            files.remove()
+            owned.remove_tree(files.home)
 
 
 def read_spec(data: bytes) -> JobSpec:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchmill.jobs.ledger.files import JobFiles, read_spec
+from batchmill.owned_files import OwnedFiles
 from batchmill.store.stored_files import StoredFiles
 from batchmill.wire.job_spec import JobSpec
 
@@ -99,5 +100,5 @@ async def bring_description(stored: StoredFiles, data_dir: Path, record: Mapping
     if stored.is_elsewhere:
         await stored.fetch(files.dataset)
         if not files.spec.exists():
-            await asyncio.to_thread(files.write_spec, read_spec(record["spec"]))
+            await asyncio.to_thread(files.write_spec, read_spec(record["spec"]), OwnedFiles())  # a copy
     return files

@@ -91,7 +91,7 @@ class Dispatcher:
     ) -> None:
         self.quarantine = quarantine = quarantine or Quarantine(clock)
         self._commit_log, self._clock, self._weights = commit_log, clock, sharing.weights
-        self.owned_s = commit_log.ledger.database.owned_s
+        self.term = commit_log.ledger.database.term
         self.tallies = Tallies()
         self.listen = commit_log.listen
         pools = Pools(

@@ -24,8 +24,7 @@ class Match(Struct, frozen=True, eq=False):
 
 async def lease(commit_log: CommitLog, matches: Sequence[Match]) -> list[LeasedShard | None]:
     """Lease shards, except those whose first lease their job was stored with. None: the job has paused over it."""
-    left_s = commit_log.ledger.database.owned_s()
-    if left_s is not None and left_s <= 0:  # another process may own the database, and have leased them
+    if commit_log.ledger.database.term.is_over():  # another process may own the database, and have leased them
         return await _lease_now(commit_log, matches)
     first = [match.claim.run.take_first_lease(match.shard.number) for match in matches]
     rest = [match for match, leased in zip(matches, first, strict=True) if leased is None]

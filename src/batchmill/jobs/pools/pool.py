@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capac
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
 from batchmill.models.secrets import NoSecrets
+from batchmill.owner_term import Term
 from batchmill.ports.clock import Clock
 from batchmill.ports.executors import Executor, PlacedHandle, Provisions
 from batchmill.states import PauseReason
@@ -64,7 +66,7 @@ class Death(Struct, frozen=True):
 class RowDispatcher(Protocol):
     """Gives rows to the workers of pools and handles their messages about rows."""
 
-    owned_s: Callable[[], float | None]  # see `Database.owned_s`
+    term: Term  # see `Database.term`
 
     def load(self, key: str) -> Load:
         """The rows that wait for the workers of this pool key."""
@@ -293,7 +295,7 @@ class Pool:
             is_first = False
             try:
                 poison = self._tools.quarantine.poison(self.model.source)
-                is_limited = self._dispatcher.owned_s() is not None
+                is_limited = self._dispatcher.term.left_s() < math.inf
                 start = Start(name, self.model, str(home), replica.number, provision, capacity.gpus, poison, is_limited)
                 handle = await self._tools.executor.start(start)
             except OSError as error:
@@ -423,8 +425,8 @@ class Pool:
                     self._wake_waiters()
                     await self._dispatcher.receive(self, worker, message)
             case Heartbeat(stats, at):
-                left_s = self._dispatcher.owned_s()
-                if left_s is not None and left_s > 0:
+                left_s = self._dispatcher.term.left_s()
+                if 0 < left_s < math.inf:
                     worker.handle.send(Renewed(at, left_s))
                 self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
                 worker.stats = stats

@@ -6,7 +6,6 @@ An object appears when it is whole. The error file is uploaded before the result
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from msgspec import Struct
 from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.results.results import Manifest, ResultFile, errors_of
 from batchmill.object_store.urls import open_store, parse_url
-from batchmill.owner_clock import check_file
+from batchmill.owner_term import term_at
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
@@ -28,7 +27,7 @@ class UploadOrder(Struct, frozen=True):
     manifest: Manifest  # of files of this machine
     output: str  # the URL of the results
     errors_apart: bool
-    term: str  # see `Database.term_path`
+    term: str  # see `Term.path`
 
 
 def upload_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -44,7 +43,7 @@ def upload_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
 def upload(order: UploadOrder, progress: Callable[[float], None]) -> Manifest:
     """Upload what was published, the output last. It can run again after a crash."""
     manifest = order.manifest
-    store = open_store(parse_url(order.output).root, may_write=partial(check_file, order.term))
+    store = open_store(parse_url(order.output).root, term=term_at(order.term))
     errors_url = errors_of(order.output)
     errors = None
     if manifest.errors is not None:

@@ -50,7 +50,7 @@ class Publishing:
         self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None, *,
         is_logged: bool = False,
     ) -> None:  # fmt: skip
-        """Args: term: see `Database.term_path`. nodes: of a cluster, which may write parts. is_logged: short results
+        """Args: term: see `Term.path`. nodes: of a cluster, which may write parts. is_logged: short results
         are stored with the end of the job, see `store.file_log`.
         """
         self._is_logged = is_logged

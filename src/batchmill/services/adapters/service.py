@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -31,6 +30,7 @@ from batchmill.errors import (
     InvalidInput,
     OverQuota,
     StorageFull,
+    TermOver,
     Unavailable,
     UnknownName,
 )
@@ -40,7 +40,7 @@ from batchmill.models.adapters.fetching import FetchOrder, FetchReport, kind_of
 from batchmill.models.adapters.reading import RANK_MAX, configured_rank, read_adapter
 from batchmill.models.secrets import KINDS, NAME
 from batchmill.models.worker_environment import FETCHERS
-from batchmill.owner_clock import check_left
+from batchmill.owned_files import OwnedFiles
 from batchmill.part_files import full_disk_named
 from batchmill.ports.clock import Clock
 from batchmill.services.adapters import records
@@ -166,6 +166,7 @@ class AdapterService:
         """Only this service writes to its folder in the data directory. Call `load` next."""
         self._disk_quota = disk_quota or DiskQuota(database, config.data_dir, config.project_quotas)
         self._database, self._clock, self._home = database, clock, config.data_dir / FOLDER
+        self._owned = OwnedFiles(database.term)  # what it does not remove, a sweep removes
         self._directory, self._stored = directory, stored
         self._deployments, self._quotas = config.deployments, config.project_quotas
         self._records: dict[str, AdapterRecord] = {}  # by id, without removed ones
@@ -181,7 +182,8 @@ class AdapterService:
         Args: resumes: repeat unfinished fetches.
         """
         self._put(await self._database.read(records.read_all))
-        await asyncio.to_thread(shutil.rmtree, self._home / fetching.STAGING, ignore_errors=True)
+        with contextlib.suppress(TermOver):  # the next owner does it
+            await asyncio.to_thread(self._owned.remove_tree, self._home / fetching.STAGING)
         self._resumes = resumes
         await self.sweep()
 
@@ -390,8 +392,7 @@ class AdapterService:
                 if (task := self._tasks.get(record.id)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
-                    check_left(self._database.owned_s())
-                    await asyncio.to_thread(self._discard, self._home / fetching.STAGING / record.id)
+                    await asyncio.to_thread(self._owned.remove_tree, self._home / fetching.STAGING / record.id)
             await self._database.write(records.update, removed)
             self._drop(removed)
         return removed
@@ -412,9 +413,8 @@ class AdapterService:
         recently_removed = await self._database.read(records.removed_after, [path.name for path in folders], before)
         folders_in_use = await self._database.read(records.used_folders)
         for path in folders:
-            check_left(self._database.owned_s())  # a successor's adapters are unknown here
             if path.name not in recently_removed and str(path) not in folders_in_use and path.name not in self._records:
-                await asyncio.to_thread(self._discard, path)
+                await asyncio.to_thread(self._owned.remove_tree, path)
                 await self._stored.remove(path)
 
     # -- private ------------------------------------------------------------------------------------------------------
@@ -482,8 +482,8 @@ class AdapterService:
         try:
             await self._disk_quota.check(record.project, report.fetched.bytes)
         except OverQuota:
-            check_left(self._database.owned_s())  # a successor may have found room, and uses these files
-            await asyncio.to_thread(self._discard, Path(report.fetched.folder))
+            # A successor may have found room, and uses these files.
+            await asyncio.to_thread(self._owned.remove_tree, Path(report.fetched.folder))
             raise
 
     def _find_base(self, record: AdapterRecord) -> ModelSpec | None:
@@ -496,8 +496,8 @@ class AdapterService:
         """Store a fetched version as ready. If it does not fit its base, it fails and its files are removed."""
         fetched = report.fetched
         if report.flaw:
-            check_left(self._database.owned_s())  # to a successor, with another base, they may have none
-            await asyncio.to_thread(self._discard, Path(fetched.folder))
+            # To a successor, with another base, they may have none.
+            await asyncio.to_thread(self._owned.remove_tree, Path(fetched.folder))
         else:
             await self._stored.publish(Path(fetched.folder))
         record = replace(
@@ -506,10 +506,6 @@ class AdapterService:
             folder="" if report.flaw else fetched.folder, trained_for=report.base or "",
         )  # fmt: skip
         return await self._write(record)
-
-    @staticmethod
-    def _discard(folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # a sweep removes the rest
 
     async def _write(self, record: AdapterRecord) -> AdapterRecord:
         """Store the state of a version. A version that was removed meanwhile stays removed."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -26,7 +25,8 @@ from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, DatabaseUnavailable, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import RESULTS, REUSE
-from batchmill.part_files import link_over, sync_folder
+from batchmill.owned_files import OwnedFiles, discard
+from batchmill.part_files import sync_folder
 from batchmill.ports.clock import Clock
 from batchmill.services.files import records as file_records
 from batchmill.services.files.arrivals import Arrivals
@@ -39,10 +39,9 @@ from batchmill.services.files.incoming import (
     names_in,
     piece_bytes,
     remove_others,
+    remove_same,
     run_to_completion,
     same_files,
-    unlink_all,
-    unlink_same,
 )
 from batchmill.services.files.job_results import AdoptedResults, Result, ResultFiles, result_record
 from batchmill.services.files.records import FileQuery, FileRecord, unknown
@@ -105,6 +104,7 @@ class FileService:
         self._jobs_home, self._results_home = data_dir / "jobs", data_dir / RESULTS
         self.home = data_dir / "files"
         self.free_bytes_min = FREE_BYTES_MIN
+        self.owned = OwnedFiles(database.term)  # for what a successor knows too: of its files, and of results
         self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
         self.arrivals = Arrivals()
         self._uploaded: OrderedDict[str, FileRecord] = OrderedDict()  # lately: most are read by a job at once
@@ -168,7 +168,7 @@ class FileService:
                 self._uploaded.popitem(last=False)
         except BaseException as error:
             if not isinstance(error, DatabaseUnavailable):  # else it may be stored all the same: the next owner knows
-                await self.disk.run(path.unlink, missing_ok=True)
+                await self.disk.run(discard, path)
                 await self.stored.remove(path)
             raise
 
@@ -354,11 +354,11 @@ class FileService:
         try:
             target = self.home / file_id
             async with using(self.stored, path):
-                size_bytes = await self.disk.run(link, path, target)
+                size_bytes = await self.disk.run(link, self.owned, path, target)
                 await self.stored.link(path, target)
             adopted = self._adopted(view, file_id, str(path), size_bytes)
             if not await self._database.write(_insert_final_result, view, adopted):
-                await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
+                await self.disk.run(self.owned.remove, target)  # a retry began: the next call adopts its results
                 await self.stored.remove(target)
                 return None
             return adopted
@@ -394,7 +394,7 @@ class FileService:
             await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
             self._adopted_lately.pop(record.job or "", None)
             faults.point("after_forget")
-            await self.disk.run(self.path(record).unlink, missing_ok=True)
+            await self.disk.run(discard, self.path(record))
             await self.stored.remove(self.path(record))
         finally:
             self._deleting.discard(record.id)
@@ -408,16 +408,16 @@ class FileService:
             copies = [path for path in map(Path, results.paths) if self._is_own(record.job, path)]
             if self.stored.log is not None:  # which would write them again after a crash
                 await self._database.write(_forget_same, self.path(record), copies, self.stored.log)
-            await self.disk.run(unlink_same, self.path(record), copies)
+            await self.disk.run(remove_same, self.owned, self.path(record), copies)
             linked = await self.stored.same(self.path(record), copies)
-            await self.disk.run(unlink_all, linked)
-            await self.disk.run(shutil.rmtree, home / REUSE, ignore_errors=True)  # no later job takes anything over
+            await self.disk.run(self.owned.remove, *linked)
+            await self.disk.run(self.owned.remove_tree, home / REUSE)  # no later job takes anything over
             await self.stored.remove(home / REUSE, *linked)
 
     async def sweep(self) -> int:
         """Remove expired files and what a crash left. Returns the number of removed files. Skips files in use."""
         async with self._sweeping:
-            await self.disk.run(remove_others, self.home / ARRIVING, lambda: self.arrivals.ids)
+            await self.disk.run(remove_others, self.owned, self.home / ARRIVING, lambda: self.arrivals.ids)
             if not self._swept_orphans:
                 await self._sweep_orphans()
                 self._swept_orphans = True
@@ -446,7 +446,7 @@ class FileService:
 
     async def _remove_bytes(self, file_ids: Sequence[str]) -> None:
         paths = [self.home / file_id for file_id in file_ids]
-        await self.disk.run(unlink_all, paths)
+        await self.disk.run(self.owned.remove, *paths)
         await self.stored.remove(*paths)
 
     def close(self) -> None:
@@ -585,10 +585,10 @@ def _removal(record: FileRecord, by: str, at: float) -> Removal:
     return Removal(record.id, record.project, record.job, by, at)
 
 
-def link(source: Path, target: Path) -> int | None:
+def link(owned: OwnedFiles, source: Path, target: Path) -> int | None:
     """Hard-link a file that never changes. Returns its size, or None if it does not exist (any more)."""
     try:
-        link_over(source, target)  # what an interrupted call left may be of an older generation
+        owned.link(source, target)  # what an interrupted call left may be of an older generation
     except FileNotFoundError:
         return None
     sync_folder(target.parent)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from batchmill.errors import BatchmillError, StorageFull, TooLarge
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import sync_folder
 from batchmill.store.disk_room import Writing
 
@@ -202,7 +203,7 @@ class _File:
                 raise StorageFull("the file was dropped before it was complete")
             self._check_free_space()
             os.fsync(self._fd)
-            os.rename(self._path, target)
+            os.rename(self._path, target)  # both are named after a new id
             self._close()
         sync_folder(target.parent)
 
@@ -214,8 +215,7 @@ class _File:
         with self._lock:
             if self._fd >= 0:
                 self._close()
-                with contextlib.suppress(FileNotFoundError):
-                    self._path.unlink()
+                discard(self._path)
             self._ended = True
 
     def _is_open(self) -> bool:
@@ -274,17 +274,17 @@ def names_in(folder: Path) -> list[str]:
         return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
-def remove_others(folder: Path, names_to_keep: Callable[[], set[str]]) -> None:
+def remove_others(owned: OwnedFiles, folder: Path, names_to_keep: Callable[[], set[str]]) -> None:
     """Remove the files of a folder whose names are not in `names_to_keep()`."""
     names = names_in(folder)  # before `names_to_keep`, so that files that arrive meanwhile are not in the list
     keep = set(names_to_keep())
-    unlink_all([folder / name for name in names if name not in keep])
+    owned.remove(*(folder / name for name in names if name not in keep))
 
 
-def unlink_all(paths: Sequence[Path]) -> None:
-    """Remove these files if they exist."""
+def discard_all(paths: Sequence[Path]) -> None:
+    """As `discard`."""
     for path in paths:
-        path.unlink(missing_ok=True)
+        discard(path)
 
 
 def same_files(path: Path, others: Sequence[Path]) -> list[Path]:
@@ -299,9 +299,7 @@ def same_files(path: Path, others: Sequence[Path]) -> list[Path]:
     return found
 
 
-def unlink_same(path: Path, others: Sequence[Path]) -> None:
-    """Remove those of `others` that are hard links to the file at `path`."""
+def remove_same(owned: OwnedFiles, path: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are hard links to the file at `path`, durably."""
     for other in same_files(path, others):
-        with contextlib.suppress(FileNotFoundError):
-            other.unlink()
-            sync_folder(other.parent)
+        owned.remove_durably([other])

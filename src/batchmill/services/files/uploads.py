@@ -20,7 +20,7 @@ from batchmill.part_files import sync_folder
 from batchmill.ports.clock import Clock
 from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.files import FileService, checked_filename, new_id
-from batchmill.services.files.incoming import names_in, run_to_completion, unlink_all
+from batchmill.services.files.incoming import discard_all, names_in, run_to_completion
 from batchmill.services.files.records import FileRecord
 from batchmill.store.disk_room import Writing
 from batchmill.store.quotas import refuse_beyond
@@ -229,7 +229,7 @@ class UploadService:
         except DatabaseUnavailable:
             raise  # as of a file
         except BaseException:
-            await self._unlink([part.id])
+            await self._discard([part.id])
             raise
         finally:
             self._arrivals.end([part.id])
@@ -254,7 +254,7 @@ class UploadService:
             parts = await self._database.read(parts_of, upload_id)
             chosen = _select_parts(record, parts, part_ids)
             file, removed_parts = await self._join(record, chosen, md5)
-            await self._unlink(removed_parts)
+            await self._discard(removed_parts)
             return msgspec.structs.replace(record, status=COMPLETED, file=file.id), file
 
     async def _join(
@@ -304,17 +304,22 @@ class UploadService:
         return len(overdue)
 
     async def _end(self, upload_id: str, status: str) -> None:
-        await self._unlink(await self._database.write(end, upload_id, status))
+        await self._discard(await self._database.write(end, upload_id, status))
 
-    async def _unlink(self, part_ids: Sequence[str]) -> None:
+    async def _discard(self, part_ids: Sequence[str]) -> None:
         paths = [self.home / part_id for part_id in part_ids]
-        await self._files.disk.run(unlink_all, paths)
+        await self._files.disk.run(discard_all, paths)
+        await self._files.stored.remove(*paths)
+
+    async def _remove_orphans(self, part_ids: Sequence[str]) -> None:
+        paths = [self.home / part_id for part_id in part_ids]
+        await self._files.disk.run(self._files.owned.remove, *paths)
         await self._files.stored.remove(*paths)
 
     async def _sweep_orphans(self) -> None:
         names = await self._files.disk.run(names_in, self.home)
         names = sorted({*names, *await self._files.stored.names_in(self.home)})
-        await self._arrivals.sweep(names, partial(self._database.read, known_parts), self._unlink)
+        await self._arrivals.sweep(names, partial(self._database.read, known_parts), self._remove_orphans)
 
     async def _pending(self, project: str, upload_id: str) -> UploadRecord:
         record = await self.get(project, upload_id)

@@ -7,11 +7,11 @@ folder is useless after the process that created it has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -22,14 +22,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.config import LIMITS_MAX, WORKERS_MAX
-from batchmill.errors import Forbidden, InvalidInput, ModelFailed
+from batchmill.errors import Forbidden, InvalidInput, ModelFailed, TermOver
 from batchmill.function_runtime.marks import BATCH_ROWS_MAX
 from batchmill.models.environments import FOLDER, LOCK, ORDER, Environments, read_requested
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known, without_userinfo
 from batchmill.models.secrets import NAME, Secret, resolve
-from batchmill.owner_clock import check_left, is_over
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.ports.executors import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
@@ -74,17 +74,17 @@ class VersionBuilder:
     def __init__(
         self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(),
         isolation: Isolation | None = None, stored: StoredFiles = LocalFiles(),
-        owned_s: Callable[[], float | None] = lambda: None,
+        owned: OwnedFiles = OwnedFiles(),
     ) -> None:  # fmt: skip
         """Args:
         isolation: the sandbox of packages that are installed and of classes, as `entry` configures it.
-        owned_s: see `Database.owned_s`.
+        owned: another owner may have a version of the same number, and an environment of the same packages.
         """
         self._data_dir, self._entry, self._stored = data_dir, entry, stored
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
-        self._environments, self._isolation = Environments(data_dir / FOLDER, isolation, owned_s), isolation
-        self._trial, self._owned_s = trial, owned_s
+        self._environments, self._isolation = Environments(data_dir / FOLDER, isolation, owned), isolation
+        self._trial, self._owned = trial, owned
 
     def folder(self, version: ModelVersion) -> Path:
         return self._folder / version.name / folder_of(version.branch) / str(version.number)
@@ -103,7 +103,7 @@ class VersionBuilder:
         try:
             return await asyncio.to_thread(_stage, bundle, folder)
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(discard, folder)
             raise
 
     async def resolve(self, staged: Staged) -> Staged:
@@ -143,7 +143,7 @@ class VersionBuilder:
         Raises: ModelFailed (`deploy_failed`), with the traceback or the installer's output.
         """
         home = self.folder(version)
-        await asyncio.to_thread(_move_into_place, staged, home, self._owned_s)
+        await asyncio.to_thread(_move_into_place, staged, home, self._owned)
         order = staged.order
         try:
             if staged.error is not None:
@@ -170,7 +170,7 @@ class VersionBuilder:
         """
         home = self.folder(version)
         async with using(self._stored, self.folder(source)):
-            await asyncio.to_thread(shutil.copytree, self.folder(source), home)
+            await asyncio.to_thread(self._owned.copy_tree, self.folder(source), home)
         await self._stored.publish(home)
         assert source.spec is not None and source.spec.function is not None, "only ready versions are copied"
         version_label = f"{version.branch}/{version.number}"
@@ -217,25 +217,29 @@ class VersionBuilder:
 
     def discard_code(self, version: ModelVersion) -> None:
         """Delete the code of a failed version. Its log stays. Another owner may have a version of this number."""
-        if not is_over(self._owned_s()):
-            shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
+        with contextlib.suppress(TermOver):
+            self._owned.remove_tree(self.folder(version) / bundles.CODE)
 
     async def discard(self, version: ModelVersion) -> None:
         """Delete the folder of a version that is not stored. Another owner may have a version of this number."""
-        if is_over(self._owned_s()):
+        try:
+            await asyncio.to_thread(self._owned.remove_tree, self.folder(version))
+        except TermOver:
             return
-        await asyncio.to_thread(shutil.rmtree, self.folder(version), ignore_errors=True)
         await self._stored.remove(self.folder(version))
 
     def sweep(self, keep: Collection[ModelVersion]) -> None:
-        """Remove what a crashed owner left behind. No other process writes here."""
-        shutil.rmtree(self._staging, ignore_errors=True)
+        """Remove what a crashed owner left behind.
+
+        Raises: TermOver where another process may be the owner, of versions that are not in `keep`.
+        """
+        self._owned.remove_tree(self._staging)
         sweep_archives(self._data_dir)
         self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
         folders = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
             if folder not in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+                self._owned.remove_tree(folder)
             elif folders[folder].state == FAILED:
                 _gather_log(folder)
                 self.discard_code(folders[folder])
@@ -255,21 +259,19 @@ def _stage(bundle: Path, folder: Path) -> Staged:
     return Staged(folder, order, hashlib.sha256(data).hexdigest())
 
 
-def _move_into_place(staged: Staged, home: Path, owned_s: Callable[[], float | None]) -> None:
+def _move_into_place(staged: Staged, home: Path, owned: OwnedFiles) -> None:
     """Move the code, the log and the lock from the staging folder to the version's folder.
 
     Raises: TermOver where another owner may have a version of this number.
     """
-    check_left(owned_s())
-    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    shutil.rmtree(home, ignore_errors=True)  # of a number whose version was not committed
-    home.mkdir(mode=0o700)
-    (home / ORDER).write_bytes(msgspec.json.encode(staged.order))
+    owned.remove_tree(home)  # of a number whose version was not committed
+    owned.make_folder(home, is_new=True)
+    owned.create(home / ORDER, msgspec.json.encode(staged.order))
     if staged.lock is not None:
-        (home / LOCK).write_text(staged.lock)
+        owned.create(home / LOCK, staged.lock.encode())
     if (staged.folder / LOG).exists():
-        (staged.folder / LOG).rename(home / LOG)
-    (staged.folder / bundles.CODE).rename(home / bundles.CODE)
+        owned.move(staged.folder / LOG, home / LOG)
+    owned.move(staged.folder / bundles.CODE, home / bundles.CODE)
 
 
 def _gather_log(home: Path) -> None:
@@ -277,7 +279,7 @@ def _gather_log(home: Path) -> None:
     with (home / LOG).open("ab") as out:
         for path in sorted((home / TRIAL).glob("*.log")):
             out.write(path.read_bytes()[-LOG_BYTES_MAX:])
-    shutil.rmtree(home / TRIAL, ignore_errors=True)
+    discard(home / TRIAL)
 
 
 def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: str, python: str | None) -> ModelSpec:

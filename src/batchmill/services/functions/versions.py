@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import difflib
 import logging
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Set
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, ModelFailed, TermOver, UnknownName
 from batchmill.executors.validators.validators import ValidatorFailed
+from batchmill.owned_files import discard
 from batchmill.ports.clock import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.directory.rows import ModelKind, ModelRow
@@ -89,7 +89,8 @@ class ModelVersions:
             by_name.setdefault(route.name, ([], []))[1].append(route)
         self._put_all([Function(name, {}, {}).changed(*parts) for name, parts in by_name.items()])
         keep = [each for each in versions if each.state in (READY, FAILED)]
-        await asyncio.to_thread(self._builder.sweep, keep)
+        with contextlib.suppress(TermOver):  # the next owner does it
+            await asyncio.to_thread(self._builder.sweep, keep)
 
     # -- lookup -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class ModelVersions:
                     await asyncio.shield(self._record_failure(version, error))
                     raise
         finally:
-            await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
+            await asyncio.to_thread(discard, staged.folder)
 
     @staticmethod
     def _check_named(order: DeployOrder, check: Callable[[str], None] | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from batchmill import faults
 from batchmill.errors import StorageFailed
 from batchmill.object_store.urls import ObjectInfo
+from batchmill.owner_term import Term
 from batchmill.part_files import sync_folder
 from batchmill.ports.storage import Objects
 from batchmill.store.objects import StoreObjects
@@ -47,9 +48,9 @@ def object_name(folder: str, segment: str, offset: int, length: int) -> str:
 class ObjectSegments:
     """The segments of one worker. Raises: InvalidConfig for a URL at which there can be no store."""
 
-    def __init__(self, url: str, may_write: Callable[[], None]) -> None:
-        """Args: may_write: see `ObjectStore`."""
-        self._objects = StoreObjects(url, may_write)
+    def __init__(self, url: str, term: Term) -> None:
+        """Args: term: see `ObjectStore`."""
+        self._objects = StoreObjects(url, term)
 
     def segment(self, folder: Path, head: SegmentHead, roll: int, *, is_spool: bool) -> ObjectSegment:
         """Args: is_spool: nobody reads the files here, so a full one is removed once the store has it."""

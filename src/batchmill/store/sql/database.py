@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, LedgerBroken
+from batchmill.owner_term import Term
 from batchmill.store.sql import tables as connector_tables
 from batchmill.store.sql import tables as dataset_tables
 from batchmill.store.sql import tables as llm_tables
@@ -54,12 +55,9 @@ class Backend(Protocol):
         """The error for people."""
         ...
 
-    def owned_s(self) -> float | None:
-        """How long this process may begin work without renewing its ownership; None: until it ends."""
-        ...
-
-    def term_path(self) -> str:
-        """The file in which child processes read the end of `owned_s`, see `owner_clock`; empty: there is no end."""
+    @property
+    def term(self) -> Term:
+        """How long this process may begin what only the owner of the database may do. Always the same object."""
         ...
 
     def stop_waiting(self) -> None:
@@ -82,7 +80,7 @@ class Database:
         """
         self._backend: Backend = SqliteBackend(at) if isinstance(at, Path) else at
         self.writer, self.reader = JoiningTransactions(self._backend.writer), self._backend.reader
-        self.owned_s, self.term_path = self._backend.owned_s, self._backend.term_path
+        self.term = self._backend.term
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         readers = self._backend.reader_threads
         self._reading = ThreadPoolExecutor(readers, thread_name_prefix="database-read")

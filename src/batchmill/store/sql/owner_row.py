@@ -26,7 +26,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseOwned, InvalidConfig, OwnerReplaced
-from batchmill.owner_clock import TermFile, now_s
+from batchmill.owner_term import TermFile, now_s
 
 log = logging.getLogger("batchmill.owner")
 

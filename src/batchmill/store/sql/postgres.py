@@ -10,6 +10,7 @@ A commit whose reply was lost is settled by a number that its transaction insert
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
@@ -24,7 +25,7 @@ from psycopg.adapt import Loader
 from psycopg.types.string import StrDumper
 
 from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidConfig, LedgerBroken, StorageFull
-from batchmill.owner_clock import now_s
+from batchmill.owner_term import Term, now_s
 from batchmill.store.sql import owner_row, pooler, schema
 
 T = TypeVar("T")
@@ -118,6 +119,7 @@ class PostgresBackend:
         sa.event.listen(self.reader, "connect", _make_read_only)
         sa.event.listen(self.reader, "handle_error", self._refuse_write)
         self.writer, self.at_once = PostgresWriter(self._engine), None  # each statement waits for the server
+        self.term = _WritersTerm(self.writer)
         self._silence = owner_row.Silence(clock)
         self._closing = threading.Event()
         self._losing = threading.local()  # .since, monotonic: since when no attempt of this thread has succeeded
@@ -186,14 +188,6 @@ class PostgresBackend:
         lease, self.writer.lease = self.writer.lease, None
         if lease is not None:
             lease.release()
-
-    def owned_s(self) -> float | None:
-        """How long this process may begin work without renewing its ownership."""
-        return None if self.writer.lease is None else self.writer.lease.left_s
-
-    def term_path(self) -> str:
-        """Where child processes read how long this process owns the database; empty: until it ends."""
-        return "" if self.writer.lease is None else self.writer.lease.term.path
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
@@ -276,6 +270,20 @@ def is_passing(error: sa.exc.DBAPIError) -> bool:
 
 def _make_read_only(connection: psycopg.Connection, _: Any) -> None:
     connection.read_only = True
+
+
+class _WritersTerm(Term):
+    """That of the lease of a writer, which has none before `claim`: an endless one then."""
+
+    def __init__(self, writer: PostgresWriter) -> None:
+        self._writer = writer
+
+    @property
+    def path(self) -> str:
+        return "" if self._writer.lease is None else self._writer.lease.term.path
+
+    def left_s(self) -> float:
+        return math.inf if self._writer.lease is None else self._writer.lease.left_s
 
 
 class PostgresWriter:

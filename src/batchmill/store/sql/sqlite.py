@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, to_storage_error
+from batchmill.owner_term import EndlessTerm
 from batchmill.store.sql import schema
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class SqliteBackend:
         except OSError as error:
             failure = InvalidConfig(f"the database {path} cannot be opened: {error.strerror}")
             raise to_storage_error(error) or failure from None
-        self._folder = path.parent
+        self._folder, self.term = path.parent, EndlessTerm()  # the lock of the data directory ends with this process
         self.writer = SqliteWriter(_open(path, "BEGIN IMMEDIATE"))
         self.at_once = AtOnce(self.writer)
         try:
@@ -61,13 +62,6 @@ class SqliteBackend:
     def run(self, call: Callable[[], T]) -> T:
         """Call a function in this thread. What fails once would fail again."""
         return call()
-
-    def owned_s(self) -> None:
-        """The lock of the data directory ends with this process."""
-
-    def term_path(self) -> str:
-        """As `owned_s`."""
-        return ""
 
     def stop_waiting(self) -> None:
         """Nothing waits."""

@@ -10,7 +10,6 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,7 +42,7 @@ from batchmill.jobs.results.row_windows import (
     SavedRowIndex,
 )
 from batchmill.object_store.urls import ObjectInfo
-from batchmill.owner_clock import check_file
+from batchmill.owner_term import term_at
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.objects import READ_BYTES, list_objects
@@ -100,7 +99,7 @@ class _Slicer:
     def __init__(self, order: SliceOrder, index: SavedRowIndex) -> None:
         self._order, self._index = order, index
         self._gather = order.parts.gather
-        self._objects = StoreObjects(order.store, partial(check_file, order.parts.term))
+        self._objects = StoreObjects(order.store, term_at(order.parts.term))
         self._known = list_objects(self._objects, order.parts.job)
         self._waiting: deque[Future[None]] = deque()
         self._dataset: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none

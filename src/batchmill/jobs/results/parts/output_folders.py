@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,7 +30,7 @@ from batchmill import faults
 from batchmill.errors import Conflict, InputChanged, InvalidInput, StorageFailed, TooLarge
 from batchmill.jobs.ledger.files import MANIFEST_NAME
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
-from batchmill.owner_clock import check_file
+from batchmill.owner_term import term_at
 from batchmill.part_files import PartFile, full_disk_named, remove_files, sync_folder
 from batchmill.wire.job_spec import EXISTS
 
@@ -213,7 +212,7 @@ class ObjectFolder:
     """The objects below a URL."""
 
     def __init__(self, output: str, term: str) -> None:
-        self._store: ObjectStore = open_store(output, may_write=partial(check_file, term))
+        self._store: ObjectStore = open_store(output, term=term_at(term))
 
     def writing_place(self, scratch: Path) -> Path:
         return scratch
@@ -296,7 +295,7 @@ def _no_file(path: Path) -> StorageFailed:
 
 
 def open_folder(output: str, term: str = "") -> OutputFolder:
-    """Args: output: an absolute path or a URL, with a slash at its end. term: see `Database.term_path`."""
+    """Args: output: an absolute path or a URL, with a slash at its end. term: see `Term.path`."""
     return ObjectFolder(output, term) if is_object_url(output) else LocalFolder(output)
 
 

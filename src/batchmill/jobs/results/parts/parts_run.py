@@ -31,7 +31,7 @@ class PartsRun:
     """One attempt to publish the results of a job in parts."""
 
     def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None) -> None:
-        """Args: term: see `Database.term_path`. nodes: of a cluster, which write the parts if they can."""
+        """Args: term: see `Term.path`. nodes: of a cluster, which write the parts if they can."""
         self._spec, self._files, self._offload, self._term, self._nodes = spec, files, offload, term, nodes
         self._local = LocalWriters(offload)
 
