@@ -138,6 +138,22 @@ ENGINE_NAMES = {
     "batchmill.services.remote.connectors": "http is the scheme of a URL",
     "batchmill.services.remote.models": "connector is a field of a remote model",
 }
+# What changes files besides `OwnedFiles`, which checks the owner's term. Making a folder replaces nothing.
+FILE_CHANGES = {
+    "PartFile", "copyfile", "copytree", "hardlink_to", "link_over", "remove_files", "rename", "rmdir", "rmtree",
+    "symlink_to", "unlink", "write_bytes", "write_text",
+}  # fmt: skip
+OS_CHANGES = {"link", "remove", "removedirs", "rename", "replace", "rmdir", "symlink", "truncate", "unlink"}
+# Packages that change folders which a successor of the owner shares, besides the modules that import `OwnedFiles`.
+SHARING = {"control", "owner", "serving", "services.adapters", "services.files", "services.functions"}
+# Modules of both that change files by themselves, too, and why no successor can have the same ones.
+UNCHECKED_CHANGES = {
+    "batchmill.jobs.ledger.scratch": "the folder of this process alone, whose lock it holds",
+    "batchmill.services.files.incoming": "an arriving file gets the new id that it has got as its name",
+    "batchmill.services.functions.sent_archives": "the archive of a command, which nobody has locked",
+    "batchmill.store.media_copies": "copies of files are named after their contents",
+    "batchmill.store.object_files": "marks say what a local copy was made of; they are read by the next owner",
+}
 # Ratchets: what was too large when the rule came -> its size then.
 LONG_FUNCTIONS: dict[str, int] = {}
 # tools/make_revision.py writes it: a table takes as many lines as it has columns.
@@ -456,6 +472,33 @@ def test_addresses_are_judged_by_our_own_tables():
         if isinstance(node, ast.Attribute) and node.attr in properties
     ]
     assert not found, found
+
+
+def file_changes(module: Module) -> list[str]:
+    """Where a module changes files without `OwnedFiles`, also where it only passes on the function that does."""
+    found = []
+    for node, _, _ in module.nodes:
+        if isinstance(node, ast.Attribute):
+            is_os = isinstance(node.value, ast.Name) and node.value.id == "os"
+            is_change = node.attr in (OS_CHANGES if is_os else FILE_CHANGES)
+        else:
+            is_change = isinstance(node, ast.Name) and node.id in FILE_CHANGES
+        if is_change:
+            found.append(f"{module.name}:{getattr(node, 'lineno', 0)} {ast.unparse(node)}")
+    return found
+
+
+def test_shared_folders_are_changed_within_the_term():
+    """Owners change folders that a successor shares through `OwnedFiles`, so that no check of the term is forgotten."""
+    shared = [
+        module
+        for module in read_modules().values()
+        if {".".join(module.parts[:length]) for length in (1, 2)} & SHARING
+        or any(item.target == "batchmill.owned_files" for item in imports(module))
+    ]
+    assert len(shared) > len(SHARING)
+    found = {module.name: found for module in shared if (found := file_changes(module))}
+    assert set(found) == set(UNCHECKED_CHANGES), found
 
 
 def test_sql_is_never_built_from_strings():

@@ -16,6 +16,7 @@ from fakes.child_processes import children_of
 from fakes.open_files import open_files
 from msgspec.structs import replace
 
+from batchmill import owner
 from batchmill.client.messages import HttpRequest
 from batchmill.config import Config, load
 from batchmill.connection import connect
@@ -138,3 +139,18 @@ async def test_the_control_socket_of_a_successor_stays(
     async with open_store(config, lock) as store, open_owner(store):
         monkeypatch.setattr(store.database.term, "left_s", lambda: left_s)
     assert (config.data_dir / SOCKET).exists() == stays
+
+
+@pytest.mark.parametrize(("left_s", "stays"), [(1.0, False), (-1.0, True)])
+async def test_results_that_a_successor_sends_stay(tmp_path: Path, left_s: float, stays: bool) -> None:
+    """An owner may have been stopped, and replaced, while it started."""
+    config = load(environ={"HOME": str(tmp_path)}, cwd=tmp_path)
+    prepare_data_dir(config.data_dir)
+    lock = try_lock(config.data_dir)
+    assert lock is not None
+    (partial := config.data_dir / "partial" / "job_1.theirs.jsonl").parent.mkdir()
+    partial.touch()
+    async with open_store(config, lock) as store:
+        store.database.term.left_s = lambda: left_s
+        owner._sweep(store)
+    assert partial.exists() == stays

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 
@@ -300,7 +299,7 @@ async def open_owner(
     config, clock, serves = store.config, store.clock, configured is not None
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(_remove_socket, store)
-        _sweep(config)
+        _sweep(store)
         executor = _make_executor(stack, store, prepared, serves=serves)
         executor.sweep()
         is_file = config.database.url is None  # otherwise its server keeps backups
@@ -351,7 +350,7 @@ async def open_owner(
         if not serves:  # a server sweeps regularly
             await jobs.retention.sweep()
         control = _control(store, models, jobs, executor)
-        listener = ControlListener(control, config.data_dir / SOCKET)
+        listener = ControlListener(control, config.data_dir / SOCKET, OwnedFiles(store.database.term))
         close_last(stack, lambda at_once: listener.close(at_once=at_once))
         await listener.open()
         yield Owner(store, models, backups, dispatcher, jobs, control)
@@ -389,10 +388,11 @@ def _remove_socket(store: Store) -> None:
         OwnedFiles(store.database.term).remove(store.config.data_dir / SOCKET)
 
 
-def _sweep(config: Config) -> None:
-    """Remove leftovers of killed processes."""
-    preview.sweep(config.data_dir, LEFTOVER_S)
-    shutil.rmtree(config.data_dir / PARTIAL, ignore_errors=True)
+def _sweep(store: Store) -> None:
+    """Remove leftovers of killed processes, unless they may be those of a successor."""
+    preview.sweep(store.config.data_dir, LEFTOVER_S)
+    with contextlib.suppress(TermOver):
+        OwnedFiles(store.database.term).remove_tree(store.config.data_dir / PARTIAL)
 
 
 def _control(store: Store, models: ModelServices, jobs: JobService, executor: Executor) -> ControlApp:

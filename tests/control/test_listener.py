@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fakes.terms import SetTerm
 
 from batchmill import errors
 from batchmill.cli.clients import OwnerClient, OwnerJobs
@@ -18,6 +19,7 @@ from batchmill.client.messages import OwnerGone
 from batchmill.control.app import ControlApp
 from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
+from batchmill.owned_files import OwnedFiles
 from batchmill.states import PauseReason
 from batchmill.types import JobQuery, JobView
 from batchmill.wire import operations as table
@@ -53,6 +55,20 @@ async def test_the_socket_is_its_users_alone_wherever_it_lies(tmp_path):
     async with open_client(ControlApp([]), path) as (_, client):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         await client.check()
+
+
+async def test_the_socket_of_a_successor_stays(tmp_path):
+    """An owner that was replaced while it started has no socket: it waits, until it is ended or is the owner again."""
+    (path := tmp_path / "control.sock").touch()
+    left_s = 0.0
+    listener = ControlListener(ControlApp([]), path, OwnedFiles(SetTerm(lambda: left_s)))
+    opening = asyncio.create_task(listener.open())
+    done, _ = await asyncio.wait({opening}, timeout=0.2)
+    assert not done and path.is_file()
+    left_s = 1.0
+    await opening
+    assert path.is_socket()
+    await listener.close()
 
 
 async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):

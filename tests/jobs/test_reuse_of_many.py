@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from fakes.job_service import job_service
 from batchmill.config import RetentionEntry
 from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.engines.clock import SystemClock
+from batchmill.errors import DatabaseUnavailable
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake import adapters, orders
 from batchmill.jobs.intake.preparation import PrepareOrder, prepare
@@ -26,6 +28,7 @@ from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, 
 from batchmill.jobs.intake.reuse_requests import read_requests
 from batchmill.jobs.intake.reuse_results import ResultFiles
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.owner_term import TermFile
 from batchmill.store import removals
 from batchmill.store.removals import Removal
 from batchmill.store.segments.files import SegmentFolder
@@ -79,9 +82,9 @@ def earlier(folder: Path, view: JobView, committed=None) -> EarlierJob:
     return EarlierJob(files.read_spec(), str(folder / "data"), 0, view.finished, files.segment_place, committed)
 
 
-def look_up(folder: Path, view: JobView, jobs: list[EarlierJob], segments: str = "") -> Reused:
+def look_up(folder: Path, view: JobView, jobs: list[EarlierJob], segments: str = "", term: str = "") -> Reused:
     files = JobFiles(folder / "data", view.id)
-    order = LookupOrder(files.read_spec(), str(files.dataset), str(files.plan(0)), jobs, 0.0, segments)
+    order = LookupOrder(files.read_spec(), str(files.dataset), str(files.plan(0)), jobs, 0.0, segments, term=term)
     return msgspec.json.decode(look_up_offloaded(msgspec.json.encode(order), lambda _: None), type=Reused)
 
 
@@ -98,6 +101,28 @@ async def test_a_thousand_jobs_need_few_descriptors(tmp_path, service):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (found.rows, found.skipped) == (5, [])
+
+
+async def test_a_child_of_a_stopped_owner_leaves_the_segments_of_its_successor(tmp_path, service):
+    """They have the same names, and their blocks are committed by then: it waits, and ends with its owner."""
+    first = await run(service, functions(tmp_path, range(20)))
+    second = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    (segment,) = (tmp_path / "data" / "jobs" / second.id / "segments").glob("reuse0-*.seg")
+    before, terms, found = segment.read_bytes(), [TermFile()], []
+
+    def late() -> None:
+        try:
+            found.append(look_up(tmp_path, second, [earlier(tmp_path, first)], str(segment.parent), terms[0].path))
+        except DatabaseUnavailable as error:
+            found.append(error)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and segment.read_bytes() == before
+    terms.clear()  # the owner ends
+    thread.join(10)
+    assert isinstance(found[0], DatabaseUnavailable) and segment.read_bytes() == before
 
 
 async def test_children_share_the_rows_of_a_lookup(tmp_path, service):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from fakes.terms import SetTerm
 
-from batchmill.errors import StorageFailed, StorageFull
+from batchmill.errors import StorageFailed, StorageFull, TermOver
+from batchmill.owned_files import OwnedFiles
 from batchmill.store import media_copies
 from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, Seen, SharedCopies, path_of
 from batchmill.store.objects import StoreObjects
@@ -168,6 +170,16 @@ def test_what_a_killed_attempt_was_writing_is_removed(tmp_path: Path):
         keep(copies, b"one")
         copies.finish()
     assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]
+
+
+def test_a_child_of_a_stopped_owner_leaves_what_its_successor_is_writing(tmp_path: Path):
+    """A part that is not its own is not always a killed attempt's."""
+    (part := tmp_path / "media" / "ab" / "0.part").parent.mkdir(parents=True)
+    part.touch()
+    with pytest.raises(TermOver):
+        shared = SharedCopies(tmp_path / "shared")
+        FolderCopies(tmp_path / "media", shared, lambda: None, OwnedFiles(SetTerm(lambda: 0.0)))
+    assert part.exists()
 
 
 def copied(data_dir: Path, job: str, *contents: bytes, project: str = "default") -> list[os.stat_result]:

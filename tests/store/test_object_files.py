@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from batchmill.errors import DatabaseUnavailable, StorageFailed
+from batchmill.owned_files import OwnedFiles
 from batchmill.store import catalog, folder_objects
 from batchmill.store.object_files import MARKS, WORK, ObjectFiles, _remove_copy
 from batchmill.store.objects import StoreObjects
@@ -166,7 +167,7 @@ async def test_a_copy_that_was_removed_halfway(room: Room, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            _remove_copy(home, room.data_dir / WORK / "one")
+            _remove_copy(OwnedFiles(), home, room.data_dir / WORK / "one")
     files = await room.open()
     await files.fetch(home)
     assert sorted(path.name for path in home.iterdir()) == ["a", "b"]
@@ -255,6 +256,23 @@ async def test_an_owner_that_was_replaced(room: Room) -> None:
     await late._delete([before[0]])
     assert room.names() == before
     await files.close()
+
+
+async def test_a_replaced_owner_leaves_the_copies_of_its_successor(room: Room) -> None:
+    """Its successor on the same machine reads them, and brings others: what nobody here holds may be held there."""
+    files = await room.open(cache_bytes=1500)
+    first, second = (room.write(f"files/{name}", bytes(1000)) for name in ("first", "second"))
+    await files.publish(first)
+    await files.publish(second)
+    assert not first.exists() and second.exists()
+    (work := room.data_dir / WORK / "theirs").mkdir(parents=True)
+    room.database.term.left_s = lambda: -1.0
+    await files.fetch(first)
+    assert first.exists() and second.exists()
+    await files.close()
+    await (late := ObjectFiles(room.database, room.data_dir, room.objects, CACHE_BYTES)).open()
+    assert work.exists()
+    await late.close()
 
 
 async def test_names_that_differ_in_case(room: Room) -> None:

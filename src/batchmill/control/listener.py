@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from batchmill.control.app import ControlApp
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import POLL_S
 
 HTTP = "batchmill.control.http_server"  # it needs uvicorn
 BACKLOG = 128
@@ -37,15 +39,17 @@ def load_server() -> Any:
 class ControlListener:
     """Answers requests on the socket at `path`, from `open` to `close`."""
 
-    def __init__(self, app: ControlApp, path: Path) -> None:
-        self._app, self._path = app, path
+    def __init__(self, app: ControlApp, path: Path, owned: OwnedFiles = OwnedFiles()) -> None:
+        self._app, self._path, self._owned = app, path, owned
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
 
     async def open(self) -> None:
         """Start to listen. Replaces a socket that a killed owner left behind."""
-        self._path.unlink(missing_ok=True)
+        while self._owned.term.is_over():  # it may be that of a successor, which ends this process
+            await asyncio.sleep(POLL_S)
+        self._owned.remove(self._path)
         sock = self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         with short_name(self._path) as name:

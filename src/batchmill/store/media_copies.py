@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from batchmill.owned_files import OwnedFiles
 from batchmill.part_files import sync_folder
 from batchmill.store.objects import StoreObjects
 
@@ -201,11 +202,12 @@ def _drop_unused(path: str) -> None:
 class FolderCopies:
     """Copies as files. Args: shared: those of the project's jobs. check_room: raises if the disk is full."""
 
-    def __init__(self, folder: Path, shared: SharedCopies, check_room: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, shared: SharedCopies, check_room: Callable[[], None], owned: OwnedFiles = OwnedFiles()
+    ) -> None:
         self._folder, self._shared, self._check_room = folder, shared, check_room
         self._unchecked = CHECKED_BYTES
-        for part in folder.glob(f"*/*{PART}"):  # of an attempt that was cut off
-            part.unlink(missing_ok=True)
+        owned.remove(*folder.glob(f"*/*{PART}"))  # of an attempt that was cut off
 
     def has(self, digest: str, size_bytes: int) -> bool:
         try:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import threading
 import uuid
 from collections import Counter, defaultdict
@@ -22,7 +21,8 @@ from weakref import WeakValueDictionary
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, StorageFailed
+from batchmill.errors import BatchmillError, StorageFailed, TermOver
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.owner_term import Term
 from batchmill.part_files import sync_folder
 from batchmill.ports.storage import Objects
@@ -93,6 +93,7 @@ class ObjectFiles:
         self.has_nodes, self.url = has_nodes, url
         self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
         self._objects: Objects = _OwnersObjects(objects, database.term)
+        self._owned = OwnedFiles(database.term)  # of the local copies, which a successor on this machine uses
         self._copies: dict[str, _Copy] = {}  # by path, the least recently used first
         self._bytes = 0  # of all copies
         self._held: defaultdict[str, set[str]] = defaultdict(set)  # holder -> paths
@@ -102,7 +103,8 @@ class ObjectFiles:
 
     async def open(self) -> None:
         """Look at the local copies, and begin to delete what an earlier owner left unnamed."""
-        await asyncio.to_thread(shutil.rmtree, self._data_dir / WORK, ignore_errors=True)
+        with contextlib.suppress(TermOver):  # else it is a successor's
+            await asyncio.to_thread(self._owned.remove_tree, self._data_dir / WORK)
         self._copies = await asyncio.to_thread(_read_marks, self._data_dir / MARKS)
         self._bytes = sum(copy.bytes for copy in self._copies.values())
         leftover = await self._database.read(catalog.unnamed)
@@ -286,6 +288,10 @@ class ObjectFiles:
 
     async def _trim(self) -> None:
         """Remove local copies that nobody holds, the least recently used first, until the rest fits."""
+        with contextlib.suppress(TermOver):  # a successor may hold them
+            await self._trim_copies()
+
+    async def _trim_copies(self) -> None:
         excess = self._bytes - self._cache_bytes
         if excess <= 0:
             return
@@ -299,7 +305,8 @@ class ObjectFiles:
                 if copy.object == SEGMENTS:  # what was spooled and not put goes with the folder
                     folder = self._data_dir / key
                     await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name)
-                await asyncio.to_thread(_remove_copy, self._data_dir / key, self._data_dir / WORK / uuid.uuid4().hex)
+                work = self._data_dir / WORK / uuid.uuid4().hex
+                await asyncio.to_thread(_remove_copy, self._owned, self._data_dir / key, work)
                 await self._unmark(key)
             excess -= copy.bytes
 
@@ -372,15 +379,15 @@ def _remove_mark(mark: Path, home: Path) -> None:
                 return
 
 
-def _remove_copy(path: Path, work: Path) -> None:
+def _remove_copy(owned: OwnedFiles, path: Path, work: Path) -> None:
     """Remove it as a whole: after a crash, half a folder would pass for a copy. Args: work: as `folder_objects.get`."""
     if not path.is_dir():
-        path.unlink(missing_ok=True)
+        owned.remove(path)
         return
-    work.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.rename(path, work)
+    owned.make_folder(work.parent)
+    owned.move(path, work)
     sync_folder(path.parent)
-    shutil.rmtree(work, ignore_errors=True)
+    discard(work)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -29,6 +29,7 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
+from batchmill.owned_files import OwnedFiles
 from batchmill.owner_term import PatientTerm, term_at
 from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, SharedCopies
 from batchmill.store.objects import StoreObjects
@@ -156,7 +157,9 @@ def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]
         objects = StoreObjects(order.store, term_at(order.term))
         return MediaCopies(ObjectCopies(objects, order.folder))
     shared = SharedCopies(Path(order.shared))
-    return MediaCopies(FolderCopies(Path(order.folder), shared, partial(check_disk, Path(request.dataset))))
+    owned = OwnedFiles(PatientTerm(term_at(request.term)))
+    check = partial(check_disk, Path(request.dataset))
+    return MediaCopies(FolderCopies(Path(order.folder), shared, check, owned))
 
 
 def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:

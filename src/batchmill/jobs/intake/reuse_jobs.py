@@ -100,7 +100,8 @@ class EarlierJobs:
             if note:
                 log.warning("the job %s: %s", spec.id, note)
             places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
-            reused = await self._look_up(LookupOrder(spec, *places), progress)
+            order = LookupOrder(spec, *places, term=self._ledger.database.term.path)
+            reused = await self._look_up(order, progress)
         faults.point("after_reuse")
         is_copied = ROWS_A_RUN * reused.runs <= reused.rows <= COPIED_ROWS_MAX
         return is_copied, replace(spec, reuse_note=note)

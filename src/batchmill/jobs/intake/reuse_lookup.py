@@ -28,6 +28,8 @@ from batchmill.jobs.intake.reuse_results import HALF, LOW, ResultFiles
 from batchmill.jobs.ledger.plan import ORDER, PlanReader
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.optional import require
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import PatientTerm, term_at
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
 from batchmill.wire.job_spec import JobSpec
@@ -254,8 +256,8 @@ class _Writer:
     def __init__(self, order: LookupOrder, plan: PlanReader) -> None:
         spec, folder, worker = order.spec, Path(order.segments), WORKER.format(order.part)
         self._bounds = np.array([shard.lo for shard in plan.shards()], np.uint64)
-        for path in folder.glob(f"{worker}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
-            path.unlink()
+        owned = OwnedFiles(PatientTerm(term_at(order.term)))
+        owned.remove(*folder.glob(f"{worker}-*.seg"))  # of an attempt that was killed: nothing of it was adopted
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, worker))
         self._held: defaultdict[Key, BlockRows] = defaultdict(lambda: BlockRows([], [], []))

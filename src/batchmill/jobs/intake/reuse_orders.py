@@ -59,6 +59,7 @@ class LookupOrder(Struct, frozen=True):
     store: str = ""  # URL of the object store with segments that are not here
     part: int = 0  # of several children, each of which looks up its own rows
     parts: int = 1
+    term: str = ""  # see `Term.path`: a successor may have adopted what it wrote under the same names
 
 
 class Reused(Struct, frozen=True):

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from batchmill.children.fair_semaphore import FairSemaphore
+from batchmill.errors import TermOver
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.packed import FOLDER_MODE
+from batchmill.owned_files import OwnedFiles
 from batchmill.part_files import full_disk_named
 from batchmill.store.sql.database import Database
 from batchmill.wire.job_spec import JobSpec
@@ -42,6 +44,7 @@ class Scratch:
 
     def __init__(self, data_dir: Path, database: Database) -> None:
         self._data_dir, self._database = data_dir, database
+        self._owned = OwnedFiles(database.term)  # of what lies in the data directory: a successor has the same names
         self._folder: tuple[Path, int] | None = None  # and the descriptor of its lock
         self._users: Counter[str] = Counter()  # job -> those who work on it
         self._locks: dict[str, asyncio.Lock] = {}
@@ -52,7 +55,8 @@ class Scratch:
     def home(self) -> Path:
         """The folder, which the first small job makes."""
         if self._folder is None:
-            shutil.rmtree(self._data_dir / ON_DISK, ignore_errors=True)  # of an earlier owner
+            with contextlib.suppress(TermOver):
+                self._owned.remove_tree(self._data_dir / ON_DISK)  # of an earlier owner
             self._folder = _make_folder(self._data_dir)
             (self._folder[0] / "jobs").mkdir(mode=FOLDER_MODE)
         return self._folder[0]
@@ -100,15 +104,15 @@ class Scratch:
                 raise
             elsewhere = self._data_dir / ON_DISK / files.home.name
             elsewhere.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            shutil.rmtree(elsewhere, ignore_errors=True)
+            self._owned.remove_tree(elsewhere)
             with full_disk_named(elsewhere):
                 packed.unpack(elsewhere, data)
                 os.symlink(elsewhere, files.home)
 
-    @staticmethod
-    def _remove(home: Path) -> None:
+    def _remove(self, home: Path) -> None:
         if home.is_symlink():
-            shutil.rmtree(os.readlink(home), ignore_errors=True)
+            with contextlib.suppress(TermOver):
+                self._owned.remove_tree(Path(os.readlink(home)))
             home.unlink()
         else:
             shutil.rmtree(home, ignore_errors=True)

@@ -15,7 +15,8 @@ from msgspec import Struct
 from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.results.results import Manifest, ResultFile, errors_of
 from batchmill.object_store.urls import open_store, parse_url
-from batchmill.owner_term import term_at
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import PatientTerm, term_at
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
@@ -43,7 +44,8 @@ def upload_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
 def upload(order: UploadOrder, progress: Callable[[float], None]) -> Manifest:
     """Upload what was published, the output last. It can run again after a crash."""
     manifest = order.manifest
-    store = open_store(parse_url(order.output).root, term=term_at(order.term))
+    term = term_at(order.term)
+    store = open_store(parse_url(order.output).root, term=term)
     errors_url = errors_of(order.output)
     errors = None
     if manifest.errors is not None:
@@ -52,8 +54,8 @@ def upload(order: UploadOrder, progress: Callable[[float], None]) -> Manifest:
     elif order.errors_apart:
         store.delete(parse_url(errors_url).key)  # of an earlier generation
     output = _put(store, manifest.output, order.output)
-    for file in filter(None, (manifest.errors, manifest.output)):
-        Path(file.path).unlink(missing_ok=True)
+    files = filter(None, (manifest.errors, manifest.output))
+    OwnedFiles(PatientTerm(term)).remove(*(Path(file.path) for file in files))
     return msgspec.structs.replace(manifest, output=output, errors=errors)
 
 

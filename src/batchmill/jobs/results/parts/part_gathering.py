@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -39,6 +38,8 @@ from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, SavedRowIndex
 from batchmill.optional import require
+from batchmill.owned_files import OwnedFiles, discard
+from batchmill.owner_term import term_at
 
 ERRORS_SHOWN = "errors-*.jsonl"
 
@@ -63,7 +64,7 @@ def _index(request: PartsOrder, progress: Progress) -> Indexed:
     )  # fmt: skip
     scratch, gather = Path(request.scratch), request.gather
     for old in scratch.parent.glob("parts-*"):  # of an attempt that was cut off
-        shutil.rmtree(old)
+        OwnedFiles(term_at(request.term)).remove_tree(old)
     scratch.mkdir()
     index, windows = open_index(gather, progress)
     try:
@@ -226,7 +227,7 @@ def _publish(order: PublishOrder) -> Manifest:
     folder = open_folder(output, parts.term)
     faults.point("before_manifest")
     counted = publish_manifest(folder, output, mine, indexed.seen, parts.replaced_job)
-    shutil.rmtree(parts.scratch)
+    discard(Path(parts.scratch))
     errors = _total(f"{output}{ERRORS_SHOWN}", counted.errors) if counted.errors else None
     return Manifest(
         _total(output, counted.parts), errors, rows=mine.rows, ok=mine.ok, failed=failed, folded=indexed.folded,
