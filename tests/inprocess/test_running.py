@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import inspect
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from decimal import Decimal
@@ -255,3 +258,33 @@ def test_every_keyword_of_a_job_has_an_effect():
     source = inspect.getsource(orders)
     unread = [each.name for each in fields(NewJob) if f"job.{each.name}" not in source]
     assert unread == ["files", "models"]  # the data, and the models themselves
+
+
+DATA = [{"text": "a", "n": 2**60}, {"text": "b", "n": 0.5}]
+WITHOUT_ARROW = f"""
+DATA = {DATA}
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pyarrow" else found(name, *rest)
+sys.modules["pyarrow"] = None
+import batchmill
+from batchmill.errors import InvalidInput
+job = batchmill.run(DATA, model=sys.argv[1], data_dir=sys.argv[2])
+print(list(job))
+try:
+    job.to_pandas()
+except InvalidInput as error:
+    print(error.code, error.message)
+"""
+
+
+def test_rows_need_no_arrow(tmp_path: Path):
+    """Without pyarrow rows run and are read, and frames name the extra; once it is there, no row is called again."""
+    command = [sys.executable, "-c", WITHOUT_ARROW, SIZE, str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows, message = done.stdout.splitlines()
+    expected = [{**DATA[0], "output": 2**60 + 1, "error": None}, {**DATA[1], "output": 1.5, "error": None}]
+    assert ast.literal_eval(rows) == expected
+    assert message == "missing_dependency results as a frame needs pyarrow: pip install 'batchmill[parquet]'"
+    again = batchmill.run(DATA, model=SIZE, data_dir=str(tmp_path / "data"))
+    assert again.how == "finished" and list(again) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,10 +172,11 @@ def _is_plain(path: str) -> bool:
 
 
 def _output_format(job: NewJob, dataset: DatasetSpec, output: str | None) -> str:
-    """Results of a table that stay with their job are Parquet, which keeps the types of columns."""
+    """Results of a table that stay with their job are Parquet, which keeps the types of columns, where pyarrow is."""
     if job.output_format is not None:
         return job.output_format
-    return "parquet" if output is None and detect_format(dataset) != "openai" else "jsonl"
+    is_table = output is None and detect_format(dataset) != "openai"
+    return "parquet" if is_table and find_spec("pyarrow") is not None else "jsonl"
 
 
 async def _schema_of(

@@ -110,7 +110,8 @@ def numbered_table(config: Config, path: Path, view: JobView) -> StoredTable:
 
 
 def _converted(source: ResultSource, view: JobView, folder: Path) -> StoredTable:
-    """Lines of results as a table, whose file has no name once its folder is removed."""
+    """Lines of results as a table, whose file has no name once its folder is removed. Raises: InvalidInput."""
+    require("pyarrow", PURPOSE, InvalidInput)
     path, scratch = source.path, folder / "scratch"
     if not source.name.endswith(PARQUET):
         path = folder / "table.parquet"
