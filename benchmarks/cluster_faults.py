@@ -397,7 +397,7 @@ def running_campaign(arguments: argparse.Namespace, kinds: list[str]) -> Iterato
     clients = Clients(arguments.clients, arguments.pause) if arguments.clients else None
     with harness.work_folder() as folder, ExitStack() as stack:
         yield Campaign(
-            folder, arguments.seed, stack, is_apart=arguments.apart, has_ray=not RAY_FAULTS.keys().isdisjoint(kinds),
+            folder, arguments.seed, stack, has_ray=not RAY_FAULTS.keys().isdisjoint(kinds),
             has_alone=not ALONE_FAULTS.keys().isdisjoint(kinds), has_objects=not arguments.files, clients=clients,
         )  # fmt: skip
 
@@ -429,9 +429,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=4, help="that create batches of five rows meanwhile")
     parser.add_argument("--pause", type=float, default=0.5, help="of a client, between two batches, in seconds")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--apart", action="store_true", help="a data directory for each server")
-    place.add_argument("--files", action="store_true", help="without an object store, and so without its faults")
+    parser.add_argument("--files", action="store_true", help="without an object store, and so without its faults")
     parser.add_argument("--logs", type=Path, help="a folder that gets the logs of the servers if there is a flaw")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

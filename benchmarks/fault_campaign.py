@@ -211,7 +211,6 @@ class Campaign:
     """The servers, their databases, store and cluster, and the rows that run through them.
 
     Args:
-        is_apart: a data directory for each of the two servers.
         has_ray: with the third server.
         has_alone: with the fourth server.
         has_objects: without, the servers keep everything in their data directories.
@@ -219,7 +218,7 @@ class Campaign:
     """
 
     def __init__(
-        self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool, has_alone: bool = False,
+        self, folder: Path, seed: int, stack: ExitStack, *, has_ray: bool, has_alone: bool = False,
         has_objects: bool = True, clients: Clients | None = None,
     ) -> None:  # fmt: skip
         self.has_objects, self.clients = has_objects, clients
@@ -231,8 +230,7 @@ class Campaign:
         s3 = stack.enter_context(s3_server())
         stack.enter_context(bucket_client(s3, BUCKET))
         self.servers = [
-            Server(folder / name, self, s3, stack, data_dir=(folder / name if is_apart else folder) / "data")
-            for name in ("first", "second")
+            Server(folder / name, self, s3, stack, data_dir=folder / "data") for name in ("first", "second")
         ]
         self.ray: Server | None = None
         self.cluster: RayCluster | None = None

@@ -78,7 +78,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {fault: [] for fault in arguments.faults}
     outcome = Outcome("")
     with harness.work_folder() as folder, ExitStack() as stack:
-        campaign = Campaign(folder, 1, stack, is_apart=False, has_ray=False, has_objects=not arguments.files)
+        campaign = Campaign(folder, 1, stack, has_ray=False, has_objects=not arguments.files)
         for number in range(arguments.runs):
             for fault in arguments.faults:
                 times[fault].append(measure(campaign, fault, outcome))
