@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 from fakes.answering_service import AnsweringService, choice
 from fakes.databases import open_ledger
 from fakes.job_service import end_of, job_service
@@ -205,3 +206,21 @@ async def test_retention_indexes_many_at_once(many_fail, service, chat, tmp_path
     assert [index_of(service, views[text], tmp_path).exists() for text in texts] == [text != "c" for text in texts]
     again = await asked(service, chat, written(tmp_path, list(texts)), ALL)
     assert (again.rows_reused, again.rows_ok) == (5, 6)
+
+
+async def test_retention_goes_on_where_a_job_cannot_be_looked_at(service, chat, tmp_path, monkeypatch):
+    """Before jobs are indexed together, too: it keeps everything, and the others go on."""
+    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in "abc"}
+    earlier = service.retention._reusable
+    is_kept = earlier._is_kept
+
+    async def is_kept_or_fails(record, spec, files):
+        if spec.id == views["a"].id:
+            raise OSError("its folder cannot be read")
+        return await is_kept(record, spec, files)
+
+    monkeypatch.setattr(earlier, "_is_kept", is_kept_or_fails)
+    await service.retention.sweep()
+    left = await service._ledger.database.read(lambda db: db.execute(sa.select(packed_jobs.c.job)).scalars().all())
+    assert left == [views["a"].id]
+    assert [index_of(service, views[text], tmp_path).exists() for text in "abc"] == [False, True, True]

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -375,13 +375,12 @@ class EarlierJobs:
         by_project: dict[str, list[Record]] = {}
         for record in await self._ledger.database.read(_ended_of, job_ids):
             spec = read_spec(record["spec"])
-            if spec.is_small and await self._is_kept(record, spec, JobFiles(self._data_dir, spec.id)):
-                by_project.setdefault(spec.project, []).append(record)
+            with _left_to_keep():
+                if spec.is_small and await self._is_kept(record, spec, JobFiles(self._data_dir, spec.id)):
+                    by_project.setdefault(spec.project, []).append(record)
         for records in by_project.values():
-            try:
+            with _left_to_keep():
                 await self._index_small(records)
-            except (BatchmillError, OSError) as error:  # `keep` tries each by itself
-                log.warning("small jobs are indexed one by one: %s", error)
 
     async def forget(self) -> None:
         """Remove what is kept of results that are too old to be taken over, or that were deleted; of small jobs, also
@@ -411,6 +410,15 @@ class EarlierJobs:
         age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
         is_beyond = record["finished"] < oldest and read_spec(record["spec"]).is_small
         return is_beyond or record["finished"] < self._clock.now() - age_s
+
+
+@contextlib.contextmanager
+def _left_to_keep() -> Iterator[None]:
+    """Log an error of jobs that are indexed together: `keep` tries each by itself."""
+    try:
+        yield
+    except (BatchmillError, OSError) as error:
+        log.warning("small jobs are indexed one by one: %s", error)
 
 
 def _children_for(dataset: Path) -> int:
