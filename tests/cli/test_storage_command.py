@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from batchmill.store import prefix_owner
-from batchmill.store.prefix_owner import NAME
+from batchmill.store.prefix_owner import NAME, PrefixOwner
 from batchmill.store.sql.database import Database
 
 
@@ -46,8 +47,9 @@ def test_whose_a_prefix_is(call: Any, storage: Path, tmp_path: Path) -> None:
     assert (storage / NAME).read_bytes() == before
 
 
-def test_a_prefix_is_taken_over(call: Any, storage: Path, tmp_path: Path) -> None:
-    """With a warning, and only for a database that has an id."""
+def test_a_prefix_is_taken_over(call: Any, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning before the wait, where there is one, and only for a database that has an id."""
+    monkeypatch.setattr(prefix_owner, "WATCH_S", 0.0)
     claim(tmp_path / "other", storage)
     result = call("storage", "owner", "--take-over")
     assert result.exit_code == 2 and "has no id yet" in result.stderr
@@ -55,4 +57,8 @@ def test_a_prefix_is_taken_over(call: Any, storage: Path, tmp_path: Path) -> Non
     claim(tmp_path / "own", storage)
     result = call("storage", "owner", "--take-over")
     assert result.exit_code == 0 and "belongs to this database already" in result.stdout
-    assert "each of both removes objects that the other needs" in result.stderr
+    assert result.stderr == ""
+    (storage / NAME).write_bytes(msgspec.json.encode(PrefixOwner("other", "a lost database")))
+    result = call("storage", "owner", "--take-over")
+    assert result.exit_code == 0 and "belongs to this database now" in result.stdout
+    assert "each of the two removes objects that the other needs" in result.stderr

@@ -104,6 +104,10 @@ async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pyt
     former.renew()
     assert "was taken over by another ledger" in caplog.text and "stop this server" in caplog.text
     assert prefix_owner.find_owner(former.store) == before
+    caplog.clear()
+    take_over(tmp_path / "one", url)
+    former.renew()
+    assert logged(caplog) == [], "it got the prefix back: that is no copy of its database"
 
 
 async def test_a_prefix_whose_owner_lives(tmp_path: Path, url: str) -> None:
@@ -155,7 +159,9 @@ async def test_a_copy_of_the_database(tmp_path: Path, url: str, caplog: pytest.L
 
 
 async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
-    """It is logged, and the next one counts. After the end of its owner nothing is renewed."""
+    """It is logged and tried again soon: an owner that lives is not taken for dead because of one. After the end of its
+    owner nothing is renewed.
+    """
     monkeypatch.setattr(prefix_owner, "RENEW_S", 0.01)
     with faulty_objects(s3) as plan:
         for name, value in s3_environment(plan.url).items():
@@ -165,6 +171,10 @@ async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogC
         plan.always["PUT"] = "denied"
         async with owner.renewing(), asyncio.timeout(30):
             while "could not be renewed" not in caplog.text:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(prefix_owner, "RENEW_S", 3600.0)
+            monkeypatch.setattr(prefix_owner, "RETRY_S", 0.01)
+            while len(logged(caplog)) < 4:
                 await asyncio.sleep(0.01)
             del plan.always["PUT"]
             while (found := prefix_owner.find_owner(owner.store)) is None or found.renewed <= before:

@@ -44,7 +44,7 @@ class PrefixOwner(Struct, frozen=True):
     ledger: str
     database: str
     host: str = ""
-    life: str = ""  # random: other processes that open the database have others
+    life: str = ""  # random: other processes that open the database have others; empty: a take-over wrote it
     renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
 
     def __str__(self) -> str:
@@ -87,13 +87,16 @@ class PrefixClaim:
                 log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
 
     async def _renew_always(self) -> None:
+        pause_s = RENEW_S
         while True:
-            await asyncio.sleep(RENEW_S)
-            await asyncio.to_thread(self.renew)
+            await asyncio.sleep(pause_s)
+            pause_s = RENEW_S if await asyncio.to_thread(self.renew) else RETRY_S  # well within WATCH_S
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         """Write that this process lives, and log what else uses the prefix. It goes on whatever it finds: who it has
         to yield to is for a person to decide.
+
+        Returns: False: it should be tried again soon.
         """
         try:
             self._term.check()
@@ -103,15 +106,17 @@ class PrefixClaim:
                     "%s was taken over by another ledger (%s, of %s, %s): stop this server, whose files are not safe "
                     "there any more", self.store.url, owner.ledger, owner.database, owner,
                 )  # fmt: skip
-                return
-            if owner is not None and self.is_written and owner.life != self.own.life:
+                return True
+            if owner is not None and self.is_written and owner.life not in ("", self.own.life):
                 log.error(
-                    "%s is used by a copy of this database, too (of %s, %s): stop one of both, since each removes "
+                    "%s is used by a copy of this database, too (of %s, %s): stop one of the two, since each removes "
                     "objects of the other", self.store.url, owner.database, owner,
                 )  # fmt: skip
             self.write(seen)
+            return True
         except (BatchmillError, OSError) as error:
             log.warning("%s/%s could not be renewed: %s", self.store.url, NAME, error)
+            return False
 
     def write(self, seen: ObjectInfo | None) -> None:
         """Args: seen: what is replaced. Raises: Conflict where another process was faster."""

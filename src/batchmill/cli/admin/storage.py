@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 
 from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options
@@ -13,8 +15,8 @@ from batchmill.services.data_dirs.databases import describe, open_to_read
 SHOWN_CHARS = 1000
 OWNER = "batchmill.store.prefix_owner"
 WARNING = (
-    "If the other database is still used, also later, each of both removes objects that the other needs. Looking for "
-    "two minutes whether its owner lives …"
+    "If the other database is used again, each of the two removes objects that the other needs. Watching for two "
+    "minutes whether its server still runs …"
 )
 
 
@@ -34,11 +36,15 @@ def owner(session: Session, takes_over: bool) -> int:
     url = config.storage.objects
     if url is None:
         raise InvalidInput("there is no [storage] objects in the configuration", code="no_storage")
+
+    def wait(seconds: float) -> None:
+        session.say(WARNING)
+        time.sleep(seconds)
+
     prefixes, engine = require(OWNER, "[storage] objects"), open_to_read(config)
     try:
         if takes_over:
-            session.say(WARNING)
-            is_own, message = True, prefixes.take_over(url, engine, describe(config))
+            is_own, message = True, prefixes.take_over(url, engine, describe(config), wait)
         else:
             _, is_own, message = prefixes.examine(url, engine)
     finally:
