@@ -15,6 +15,7 @@ from fakes.damaged_pages import all_pages, overwrite, root
 from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.job_service import end_of, job_service
+from msgspec.structs import replace
 
 from batchmill.config import BackupsEntry
 from batchmill.engines.clock import SystemClock
@@ -25,7 +26,7 @@ from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.store.sql.damaged_database import is_sound
 from batchmill.store.sql.tables import packed_jobs, submissions
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, SalvagedTable, SalvageReport
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy, SalvagedTable, SalvageReport
 
 ROWS, FIRST_ROWS = 6, 3  # of a job; those of a job that is cut off that have run by then
 ENDED_JOBS, CUT_JOBS = 6, 3
@@ -238,3 +239,32 @@ async def test_lost_jobs_leave_nothing(room):
             assert await service._ledger.database.read(lambda db, of=table: db.execute(of.select()).all()) == []
     finally:
         await service.close()
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+async def test_rows_that_share_an_outcome(is_small, tmp_path):
+    """An ended job counts them, too: that is no loss. Nothing is reduced, and nothing runs again."""
+    room = Room(tmp_path)
+    (tmp_path / "go").touch()
+    order = room._order(0)
+    with open(order.dataset.paths[0], "r+b") as file:
+        rows = file.read()
+        file.write(rows.replace(b'"r', b'"again-r'))
+    order = replace(order, policy=Policy(dedupe=True), origin=order.origin if is_small else None)
+    service = room.open()
+    job_id = (await service.submit(order)).id
+    view = await end_of(service, job_id)
+    assert (view.state, view.rows_ok, view.rows_failed, view.rows_folded) == ("completed", 2 * ROWS - 2, 2, ROWS)
+    await service.close()
+    for table in ("shards", "commits", "error_counts"):
+        for page in all_pages(room.database, table):
+            overwrite(room.database, page)
+    report = room.salvage()
+    assert (report.rebuilt, report.reduced, report.reopened, report.lost) == ([job_id], [], {}, [])
+    service = room.open()
+    await service.resume(job_id)
+    view = await end_of(service, job_id)
+    assert (view.state, view.rows_ok, view.rows_failed) == ("completed", 2 * ROWS - 2, 2)
+    assert (await service.verify(job_id)).broken == []
+    await service.close()
+    assert Counter((tmp_path / "calls").read_text().split()) == Counter(f"0-{n}" for n in range(ROWS))

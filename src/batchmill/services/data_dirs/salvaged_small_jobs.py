@@ -54,9 +54,7 @@ class Recovery(Struct, frozen=True):
     @classmethod
     def of(cls, record: Record | None, after: Rebuilt) -> Recovery:
         """Args: record: of the job, before."""
-        done = after.counters.rows_ok + after.counters.rows_failed
-        counted = 0 if record is None else record["rows_ok"] + record["rows_failed"]
-        return cls(max(after.reopened, counted - done, 0))
+        return cls(max(after.reopened, 0 if record is None else _lost(record, after)))
 
 
 class SalvagedSmallJobs:
@@ -110,8 +108,7 @@ class SalvagedSmallJobs:
             if not audit.verify(order, lambda _: None).broken:
                 return None
             after = repair.rebuild(order, lambda _: None)
-            done = after.counters.rows_ok + after.counters.rows_failed
-            if state in ENDED and done < record["rows_ok"] + record["rows_failed"] and _has_results(record):
+            if state in ENDED and _lost(record, after) and _has_results(record):
                 return self._lose(record)
             plans = packed.pack(packed.folders_of(order.files))
         with self._database.writer.begin() as db:
@@ -168,6 +165,14 @@ class SalvagedSmallJobs:
             for table in PARTS:
                 db.execute(table.delete().where(table.c.job.in_(reduced)))
         return sorted(all_lost)
+
+
+def _lost(record: Record, after: Rebuilt) -> int:
+    """Rows that a job's record counts, and of which there is no outcome. That of an ended job also counts rows that
+    share the outcome of another.
+    """
+    counted = min(record["rows_ok"] + record["rows_failed"], record["rows"] - record["rows_folded"])
+    return max(counted - after.counters.rows_ok - after.counters.rows_failed, 0)
 
 
 def _drop(db: sa.Connection, job_id: str) -> None:
