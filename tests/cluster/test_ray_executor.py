@@ -314,7 +314,10 @@ async def test_an_open_cluster_gets_no_secret(nodes, tmp_path):
     later = await executor.start(start)
     later.send(Provide(provision))
     assert (await ExecutorSuite.expect(later, Failed)).code == "cluster_not_trusted"
-    assert [each.name for each in (await executor.view()).checks if not each.is_ok] == ["authentication"]
+    flaws = ["nodes reply"]
+    while "nodes reply" in flaws:  # those of a busy machine may be late
+        flaws = [each.name for each in (await executor.view()).checks if not each.is_ok]
+    assert flaws == ["authentication"]
     await executor.close()
 
 
