@@ -184,6 +184,24 @@ async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogC
         assert "may have another owner" in caplog.text
 
 
+async def test_a_start_that_cannot_renew(
+    tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    """It goes on, says why, and tries again soon: its last renewal was that of the process before it."""
+    monkeypatch.setattr(prefix_owner, "RETRY_S", 0.01)
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    with faulty_objects(s3) as plan:
+        for name, value in s3_environment(plan.url).items():
+            monkeypatch.setenv(name, value)
+        first = await claimed(tmp_path / "one", url)
+        plan.fail("PUT", "changed")
+        second = await claimed(tmp_path / "one", url)
+        assert f"another process has written {url}/{NAME} meanwhile" in caplog.text
+        async with second.renewing(), asyncio.timeout(30):
+            while (found := prefix_owner.find_owner(first.store)) is None or found.life != second.own.life:
+                await asyncio.sleep(0.01)
+
+
 async def test_two_that_claim_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them has it: also where the store knows no conditional put, the one that it kept."""
     url = f"file://{tmp_path}/store"

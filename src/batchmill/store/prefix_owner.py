@@ -87,7 +87,7 @@ class PrefixClaim:
                 log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
 
     async def _renew_always(self) -> None:
-        pause_s = RENEW_S
+        pause_s = RENEW_S if self.is_written else RETRY_S
         while True:
             await asyncio.sleep(pause_s)
             pause_s = RENEW_S if await asyncio.to_thread(self.renew) else RETRY_S  # well within WATCH_S
@@ -264,6 +264,10 @@ def _put(store: ObjectStore, owner: PrefixOwner, seen: ObjectInfo | None) -> Non
     data = msgspec.json.encode(owner)
     try:
         store.put(NAME, data, replaced=seen)
+    except Conflict:
+        raise Conflict(
+            f"another process has written {store.url}/{NAME} meanwhile", code="storage_owner_lives"
+        ) from None
     except InvalidInput as error:
         if error.code != "store_unsupported" or seen is None:
             raise

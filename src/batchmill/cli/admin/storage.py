@@ -30,7 +30,7 @@ def storage() -> None:
 @global_options
 @click.pass_obj
 def owner(session: Session, takes_over: bool) -> int:
-    """Show which database the prefix of [storage] belongs to. Exit code 1 if it is another one."""
+    """Show which database the prefix of [storage] belongs to. Exit code 0 if it is this one, or none."""
     session.local_only("storage owner", "run it on the server's machine, with its configuration")
     config = session.config()
     url = config.storage.objects
