@@ -23,6 +23,7 @@ TIMEOUT_S, LOOK_S = 90.0, 0.1
 REPLY_S, POLL_S = 5.0, 0.25  # a reply that takes longer is taken for lost; between two looks at a batch
 ROWS = 5
 ENDED = ("completed", "failed", "expired", "cancelled")
+BAD_REPLY = (httpx2.HTTPError, LookupError, ValueError)  # an error, or not the JSON that is due
 GONE = (404, 410)  # a file that was removed: an upload, a result
 SHORT = "short"  # begins the texts of their rows
 # How a client marks a create that it repeats, and what else it does with a batch.
@@ -113,7 +114,7 @@ class Client:
                 batch = self._clients.new_batch()
                 try:
                     self._use(batch)
-                except (NoAnswer, NotEnded, httpx2.HTTPStatusError) as error:
+                except (NoAnswer, NotEnded, *BAD_REPLY) as error:
                     self._clients.flaws.append(f"a client of {batch}: {error!r}")
                     return
                 self._clients.is_over.wait(self._clients.pause_s * self._chance.uniform(0.5, 1.5))
