@@ -235,6 +235,21 @@ async def test_an_owner_that_cannot_be_read(tmp_path: Path) -> None:
         assert (tmp_path / "store" / NAME).read_bytes() == data
 
 
+@pytest.mark.parametrize("data", [b"", b"not JSON"])
+async def test_a_claimed_prefix_whose_object_is_damaged(data: bytes, tmp_path: Path) -> None:
+    """A machine that lost its power left no content: its database goes on all the same, another is refused."""
+    url, object = f"file://{tmp_path}/store", tmp_path / "store" / NAME
+    await claim(tmp_path / "one", url)
+    object.write_bytes(data)
+    with pytest.raises(InvalidConfig, match="does not say whom"):
+        await claim(tmp_path / "two", url)
+    made = await claimed(tmp_path / "one", url)
+    assert msgspec.json.decode(object.read_bytes(), type=PrefixOwner) == made.own
+    object.write_bytes(data)
+    assert made.renew()
+    assert msgspec.json.decode(object.read_bytes(), type=PrefixOwner) == made.own
+
+
 async def test_a_store_that_is_away(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The database that has claimed the prefix is opened without it; another one is not."""
     url = f"s3://{BUCKET}/{tmp_path.name}"

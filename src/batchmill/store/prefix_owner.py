@@ -100,7 +100,7 @@ class PrefixClaim:
         """
         try:
             self._term.check()
-            owner = None if (seen := self.store.find(NAME)) is None else _read(self.store, seen)
+            owner = None if (seen := self.store.find(NAME)) is None else self.read(seen)
             if owner is not None and owner.ledger != self.own.ledger:
                 log.error(
                     "%s was taken over by another ledger (%s, of %s, %s): stop this server, whose files are not safe "
@@ -118,6 +118,14 @@ class PrefixClaim:
             log.warning("%s/%s could not be renewed: %s", self.store.url, NAME, error)
             return False
 
+    def read(self, seen: ObjectInfo) -> PrefixOwner:
+        """The owner of a prefix that was this database's, which an object that cannot be understood leaves so."""
+        try:
+            return _read(self.store, seen)
+        except InvalidConfig as error:
+            log.warning("%s. It is written anew, since the prefix is this database's", error.message)
+            return self.own
+
     def write(self, seen: ObjectInfo | None) -> None:
         """Args: seen: what is replaced. Raises: Conflict where another process was faster."""
         self.own = replace(self.own, renewed=time.time())
@@ -126,8 +134,9 @@ class PrefixClaim:
 
 
 async def claim(database: Database, url: str, place: str) -> PrefixClaim:
-    """Make a prefix that has no owner this database's. Where the store cannot be read, a prefix that was claimed before
-    is taken for this database's still: a server starts without it, and its jobs wait.
+    """Make a prefix that has no owner this database's. Where the store or the object cannot be read, a prefix that was
+    claimed before is taken for this database's still: a server starts without the store, and its jobs wait. A machine
+    that loses its power may leave an empty object in a folder.
 
     Args: place: see `PrefixOwner.database`.
 
@@ -139,7 +148,7 @@ async def claim(database: Database, url: str, place: str) -> PrefixClaim:
     own = PrefixClaim(url, _own(own_id, place, secrets.token_hex(8)), database.term)
     store = own.store
     try:
-        owner = await asyncio.to_thread(_claim, own)
+        owner = await asyncio.to_thread(_claim, own, was_claimed=claimed == url)
     except InvalidConfig:
         raise
     except BatchmillError as error:
@@ -242,11 +251,13 @@ def examine(url: str, engine: sa.Engine | None) -> tuple[str, bool, str]:
     return label, True, f"{url} belongs to this database, {owner}"
 
 
-def _claim(claimed: PrefixClaim) -> PrefixOwner:
-    """The owner of a prefix, which is `claimed.own` if there was none."""
+def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
+    """The owner of a prefix, which is `claimed.own` if there was none. Args: was_claimed: by this database, before."""
     store = claimed.store
-    seen = store.find(NAME)
-    owner = None if seen is None else _read(store, seen)
+    if (seen := store.find(NAME)) is None:
+        owner = None
+    else:
+        owner = claimed.read(seen) if was_claimed else _read(store, seen)
     if owner is None:
         with contextlib.suppress(Conflict):  # another database was faster
             claimed.write(None)
