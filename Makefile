@@ -8,7 +8,7 @@
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
-# PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in five processes.
+# PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in six processes.
 # PYTHON=/path/to/python chooses the interpreter of the environments; any from 3.11 on will do.
 
 SHELL := /bin/sh
@@ -22,7 +22,7 @@ PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time small_job function_rows busy_rows parquet_columns endpoint_rows llm_plain llm_prefix memory kill upload \
     many_jobs small_jobs get_latency live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches \
     batch_windows tensors connector_rows throttled provider_rows adapters engine_kept download hostile
-PYTEST_ARGS ?= --numprocesses 5 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= --numprocesses 6 --dist loadfile --no-loadscope-reorder
 
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
