@@ -1,8 +1,8 @@
 """Terms: how long a process may act as the owner of a database, or for it, before another process may be the owner.
 
-An owner that is stopped, or cut off from its database, learns nothing of its successor, and goes on later. So whoever
-changes what both see asks its term first. The clock of terms goes on while the machine is suspended, and all processes
-of a machine read the same time.
+An owner that is stopped, or cut off from its database, learns nothing of its successor, and goes on later. So a process
+that changes what both see asks its term first. The clock of terms goes on while the machine is suspended, and all
+processes of a machine read the same time.
 """
 
 from __future__ import annotations
