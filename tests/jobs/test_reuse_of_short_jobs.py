@@ -161,15 +161,24 @@ class Noting:
         return await self._offload(target, order, *rest, **options)
 
 
+async def jobs_but_one(service, chat, tmp_path, texts: str, *, many_fail: bool):
+    """A job of each text, of which that of "c" cannot be indexed: its requests are not known any more.
+
+    Returns: their views, and what notes how many jobs a child process indexes.
+    """
+    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in texts}
+    (tmp_path / "c.jsonl").unlink()
+    earlier = service.retention._reusable
+    earlier._offload = noting = Noting(earlier._offload, many_fail=many_fail)
+    return views, noting
+
+
 @pytest.mark.parametrize("many_fail", [False, True])
 async def test_the_first_lookup_indexes_many_at_once(many_fail, service, chat, tmp_path, monkeypatch):
     """A child process indexes several jobs. One that cannot be indexed is left out, and costs no other."""
     monkeypatch.setattr(reuse_jobs, "SMALL_JOBS_MAX", 3)
     texts = "abcdefg"
-    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in texts}
-    (tmp_path / "c.jsonl").unlink()  # its requests are not known any more
-    earlier = service.retention._reusable
-    earlier._offload = noting = Noting(earlier._offload, many_fail=many_fail)
+    views, noting = await jobs_but_one(service, chat, tmp_path, texts, many_fail=many_fail)
     again = await asked(service, chat, written(tmp_path, list(texts)), ALL)
     assert (again.rows_reused, again.rows_ok) == (6, 7)
     assert noting.sizes == ([3, 1, 1, 1, 3, 1, 1, 1, 1] if many_fail else [3, 3, 1])
@@ -196,10 +205,7 @@ async def test_retention_indexes_many_at_once(many_fail, service, chat, tmp_path
     monkeypatch.setattr(retention, "INDEXED_MAX", 4)
     monkeypatch.setattr(reuse_jobs, "SMALL_JOBS_MAX", 3)
     texts = "abcdef"
-    views = {text: await asked(service, chat, written(tmp_path, [text])) for text in texts}
-    (tmp_path / "c.jsonl").unlink()  # its requests are not known any more
-    earlier = service.retention._reusable
-    earlier._offload = noting = Noting(earlier._offload, many_fail=many_fail)
+    views, noting = await jobs_but_one(service, chat, tmp_path, texts, many_fail=many_fail)
     await service.retention.sweep()
     assert noting.sizes == ([3, 1, 1, 1, 1, 1, 2, 1, 1] if many_fail else [3, 1, 1, 2]), "c is tried once more"
     assert await is_dropped(service)
