@@ -151,8 +151,6 @@ UNCHECKED_CHANGES = {
     "batchmill.jobs.ledger.scratch": "the folder of this process alone, whose lock it holds",
     "batchmill.services.files.incoming": "an arriving file gets the new id that it has got as its name",
     "batchmill.services.functions.sent_archives": "the archive of a command, which nobody has locked",
-    "batchmill.store.media_copies": "copies of files are named after their contents",
-    "batchmill.store.object_files": "marks say what a local copy was made of; they are read by the next owner",
 }
 # Ratchets: what was too large when the rule came -> its size then.
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ class Shared:
         self.home, self.left = home, math.inf
         self.owned = OwnedFiles(SetTerm(lambda: self.left))
         (home / "folder").mkdir(parents=True)
+        (home / "empty").mkdir()
         for name in ("file", "other", "folder/inner"):
             (home / name).write_text(name)
 
@@ -45,11 +47,14 @@ CHANGES: dict[str, Callable[[OwnedFiles, Path], object]] = {
     "write": lambda owned, home: owned.write(home / "file", b"new"),
     "allocate": lambda owned, home: owned.allocate(home / "new", 4096),
     "move": lambda owned, home: owned.move(home / "file", home / "other"),
+    "move_over": lambda owned, home: owned.move_over(home / "file", home / "folder", home / "aside"),
     "link": lambda owned, home: owned.link(home / "file", home / "other"),
+    "link_new": lambda owned, home: owned.link_new(home / "file", home / "new"),
     "copy_tree": lambda owned, home: owned.copy_tree(home / "folder", home / "new"),
     "remove": lambda owned, home: owned.remove(home / "missing", home / "file"),
     "remove_durably": lambda owned, home: owned.remove_durably([home / "file"]),
     "remove_tree": lambda owned, home: owned.remove_tree(home / "folder"),
+    "remove_empty": lambda owned, home: owned.remove_empty(home / "empty"),
 }
 
 
@@ -92,6 +97,26 @@ def test_a_removal_stops_where_the_term_ends(tmp_path: Path):
     assert "file" not in shared.all() and "other" in shared.all()
 
 
+def test_the_removal_of_a_folder_stops_where_the_term_ends(tmp_path: Path):
+    """It may take minutes: a successor that makes the folder anew meanwhile keeps what it has written."""
+    for checks in range(9):
+        shared, lefts = Shared(tmp_path / str(checks)), [1.0] * checks
+        (shared.home / "folder" / "deep").mkdir()
+        (shared.home / "folder" / "deep" / "one").touch()
+        (shared.home / "folder" / "link").symlink_to(shared.home, target_is_directory=True)
+        owned, seen = OwnedFiles(SetTerm(lambda lefts=lefts: lefts.pop() if lefts else 0.0)), []
+        for _ in range(2):
+            with suppress(TermOver):
+                owned.remove_tree(shared.home / "folder")
+            seen.append(shared.all())
+        assert seen[0] == seen[1] and {"file", "other", "empty"} <= seen[0].keys()
+        assert len(seen[0]) == 8 - max(0, min(checks - 1, 5)), checks
+    assert not (shared.home / "folder").exists()
+    shared.owned.remove_tree(shared.home / "folder")  # it is gone
+    shared.owned.remove_tree(shared.home / "file")  # and this is none
+    assert shared.all() == {"file": "file", "other": "other", "empty": ""}
+
+
 def test_a_patient_term_waits():
     """Work that takes long goes on once its owner is surely the owner again."""
     lefts = [0.0, -1.0, 1.0]
@@ -105,4 +130,4 @@ def test_what_nobody_else_knows_is_discarded(tmp_path: Path):
     shared = Shared(tmp_path / "data")
     for name in ("file", "folder", "missing"):
         discard(shared.home / name)
-    assert shared.all() == {"other": "other"}
+    assert shared.all() == {"other": "other", "empty": ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -101,10 +102,22 @@ class OwnedFiles:
         self.term.check()
         os.replace(source, target)
 
+    def move_over(self, source: Path, target: Path, aside: Path) -> None:
+        """Rename a file or a folder, over one that is there. Args: aside: a new path for a folder that is there."""
+        self.term.check()
+        if target.is_dir() and not target.is_symlink():
+            os.rename(target, aside)
+        os.rename(source, target)
+
     def link(self, source: Path, target: Path) -> None:
         """As `link_over`."""
         self.term.check()
         link_over(source, target)
+
+    def link_new(self, source: Path, target: Path) -> None:
+        """Link a file to another name. Raises: FileExistsError."""
+        self.term.check()
+        os.link(source, target)
 
     def copy_tree(self, source: Path, target: Path) -> None:
         """Copy a folder to where none is."""
@@ -125,9 +138,36 @@ class OwnedFiles:
         remove_files(paths)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder with all that is in it, as far as it can be removed. It need not be there."""
+        """Remove a folder with all that is in it, as far as it can be removed. It need not be there.
+
+        It may take minutes, in which another owner may make it anew: the term is checked before each file.
+        """
         self.term.check()
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for _, folders, names, fd in os.fwalk(path, topdown=False):
+                for name in names:
+                    self._remove_at(fd, name)
+                for name in folders:
+                    self._remove_at(fd, name, is_folder=True)
+        self.remove_empty(path)
+
+    def _remove_at(self, fd: int, name: str, *, is_folder: bool = False) -> None:
+        """Remove what has a name in an open folder."""
+        self.term.check()
+        with suppress(OSError):
+            if not is_folder:
+                os.unlink(name, dir_fd=fd)
+                return
+            try:
+                os.rmdir(name, dir_fd=fd)
+            except NotADirectoryError:  # a symbolic link to one
+                os.unlink(name, dir_fd=fd)
+
+    def remove_empty(self, path: Path) -> None:
+        """Remove a folder that may be there, if nothing is in it."""
+        self.term.check()
+        with suppress(OSError):
+            path.rmdir()
 
 
 def discard(path: Path) -> None:

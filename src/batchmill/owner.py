@@ -324,9 +324,7 @@ async def open_owner(
             provisions=provisions,
             quarantine=Quarantine(clock, store.database, config.quarantine),
         )
-        close_last(
-            stack, lambda _: dispatcher.close(at_once=True)
-        )  # closing the jobs, which happens before, ends its workers
+        close_last(stack, lambda _: dispatcher.close(at_once=True))  # its workers end before: when the jobs are closed
         store.vault.listen(lambda _: dispatcher.provide())
         directory = ModelDirectory(configured or ConfiguredModels(config))
         runs_openly = partial(_runs_openly, executor, provisions, serves=serves)
@@ -348,7 +346,8 @@ async def open_owner(
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
         await jobs.recover(resume_server_jobs=serves)
         if not serves:  # a server sweeps regularly
-            await jobs.retention.sweep()
+            with contextlib.suppress(TermOver):  # the next owner does it
+                await jobs.retention.sweep()
         control = _control(store, models, jobs, executor)
         listener = ControlListener(control, config.data_dir / SOCKET, OwnedFiles(store.database.term))
         close_last(stack, lambda at_once: listener.close(at_once=at_once))

@@ -13,6 +13,7 @@ import pytest
 from batchmill.cli.jobs.result_stream import PIECE_BYTES, ResultTail
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidDataset
+from batchmill.owned_files import OwnedFiles
 
 MAIN = ("-m", "batchmill")
 FUNCTION = """
@@ -180,9 +181,9 @@ def test_what_a_killed_command_left_goes_by_age(tmp_path):
     long_ago = time.time() - 2 * spooled_inputs.LEFT_S
     for path in (old, read, part):
         os.utime(path, (long_ago, long_ago))
-    spooled_inputs.sweep(tmp_path)
+    spooled_inputs.sweep(tmp_path, OwnedFiles())
     assert not old.exists() and not part.exists() and read.exists() and new.exists()
-    spooled_inputs.release(tmp_path, "job_2")
+    spooled_inputs.release(tmp_path, "job_2", OwnedFiles())
     assert read.exists()
-    spooled_inputs.release(tmp_path, "job_1")
+    spooled_inputs.release(tmp_path, "job_1", OwnedFiles())
     assert sorted(folder.iterdir()) == [new]

@@ -12,13 +12,16 @@ from batchmill.config import RetentionEntry
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.service import JobService
+from batchmill.owner_term import Term
 from batchmill.ports.clock import Clock
 
 JOB = "job_" + "2" * 20
 
 
-def service_of(data_dir: Path, clock: Clock | None = None, **entry: int) -> JobService:
+def service_of(data_dir: Path, clock: Clock | None = None, term: Term | None = None, **entry: int) -> JobService:
+    """Args: term: of the owner, instead of that of the database."""
     ledger = Ledger(open_database(data_dir / "batchmill.db"))
+    ledger.database.term = term or ledger.database.term
     return job_service(
         data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock(), retention=RetentionEntry(**entry)
     )

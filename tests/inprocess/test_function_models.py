@@ -18,6 +18,7 @@ from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput
 from batchmill.inprocess.functions import FunctionFiles
 from batchmill.inprocess.identity import digest_of
+from batchmill.owned_files import OwnedFiles
 
 NOTEBOOK = """
 import sys
@@ -139,10 +140,10 @@ def test_an_unused_function_goes_by_age(tmp_path: Path):
     for folder in folders:
         os.utime(folder, (0, 0))
     files.source_of(outer(1))
-    spooled_inputs.sweep(tmp_path)
+    spooled_inputs.sweep(tmp_path, OwnedFiles())
     assert [folder.is_dir() for folder in folders] == [True, True, False]
-    spooled_inputs.release(tmp_path, "job_1")
-    spooled_inputs.sweep(tmp_path)
+    spooled_inputs.release(tmp_path, "job_1", OwnedFiles())
+    spooled_inputs.sweep(tmp_path, OwnedFiles())
     assert sorted((tmp_path / spooled_inputs.FUNCTIONS).iterdir()) == [folders[1]]
 
 

@@ -16,10 +16,12 @@ import pytest
 from fakes.databases import databases
 from fakes.ended_job import JOB, service_of
 from fakes.held_clock import HeldClock
+from fakes.terms import SetTerm
 from ledgered_job import LedgeredJob
 
 from batchmill.config import BackupsEntry
-from batchmill.errors import Conflict, Gone, InvalidTransition, UnknownName
+from batchmill.datasets import spooled_inputs
+from batchmill.errors import Conflict, Gone, InvalidTransition, TermOver, UnknownName
 from batchmill.faults import RETENTION_POINTS
 from batchmill.jobs.ledger import records
 from batchmill.jobs.retention import BY_AGE
@@ -27,6 +29,7 @@ from batchmill.owned_files import OwnedFiles
 from batchmill.services.data_dirs import salvage
 from batchmill.services.data_dirs.backups import Backups
 from batchmill.states import JobState
+from batchmill.store import media_copies
 from batchmill.store.sql.tables import commits, files, shards
 from batchmill.types import DatasetSpec
 
@@ -277,3 +280,95 @@ async def test_killed_at_any_point(data_dir):
                     assert left_of(copy) == LEFT, point
             finally:
                 await service.close()
+
+
+class CutTerm(SetTerm):
+    """A term that is over at one of its checks, and never goes on. It says what was in a folder then."""
+
+    def __init__(self, checks: int, folder: Path) -> None:
+        super().__init__(self._left)
+        self.checks, self.folder, self.seen = checks, folder, None
+
+    def _left(self) -> float:
+        self.checks -= 1
+        if self.checks < 0 and self.seen is None:
+            self.seen = names_in(self.folder)
+        return 1.0 if self.checks >= 0 else -1.0
+
+
+def names_in(folder: Path) -> dict[str, int]:
+    """All that is in a data directory but the database and parts: the name, and the number of names of that file."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_nlink
+        for path in folder.rglob("*")
+        if not path.name.startswith("batchmill.db") and path.suffix != ".part" and not path.is_dir()
+    }
+
+
+def add_shared(data_dir: Path) -> None:
+    """Add what a job shares with others: a copy of a file that a cell names, an input, and what others have left."""
+    (copy := data_dir / "jobs" / JOB / "media" / "ab" / "abc").parent.mkdir(parents=True)
+    copy.write_bytes(b"picture")
+    (shared := media_copies.shared_home(data_dir, "default") / "ab").mkdir(parents=True)
+    os.link(copy, shared / "abc")
+    (shared / "abd").touch()
+    for name in ("read.jsonl", "left.jsonl"):
+        (path := data_dir / spooled_inputs.FOLDER / name).parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (1.0, 1.0))
+    spooled_inputs.keep(data_dir, [str(data_dir / spooled_inputs.FOLDER / "read.jsonl")], JOB)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("what", "checks_min"), [("remove", 14), ("sweep", 8)])
+async def test_a_replaced_owner_removes_nothing(data_dir: Path, what: str, checks_min: int):
+    """Wherever its term ends, an owner leaves the files as they are then: its successor removes the rest, or needs it.
+
+    The successor finishes what was written down.
+    """
+    checks, is_cut = 0, True
+    while is_cut:
+        copy = copy_of(data_dir, f"{what}-{checks}")
+        add_shared(copy)
+        term = CutTerm(checks, copy)
+        service = service_of(copy, term=term, intermediate_s=0)
+        try:
+            with contextlib.suppress(TermOver):
+                await (service.remove(JOB) if what == "remove" else service.retention.sweep())
+        finally:
+            await service.close()
+        is_cut = term.seen is not None
+        assert not is_cut or names_in(copy) == term.seen, checks
+        successor = service_of(copy, intermediate_s=0)
+        try:
+            await successor.recover()
+            await (successor.retention.sweep() if is_cut else asyncio.sleep(0))
+            left = left_of(copy) if (copy / "jobs" / JOB).exists() else set()
+            if what == "sweep":
+                assert left == LEFT
+                assert names_in(copy / spooled_inputs.FOLDER).keys() == {"read.jsonl", f"read.jsonl.{JOB}"}
+            elif not (await successor.list()):
+                assert not list((copy / "jobs").iterdir()) and not list((copy / "files").iterdir()), checks
+                assert names_in(copy / spooled_inputs.FOLDER).keys() <= {"left.jsonl"}, checks
+            if is_cut:
+                assert not names_in(copy / "media"), checks
+        finally:
+            await successor.close()
+        checks += 1
+    assert checks > checks_min
+
+
+async def test_a_sweep_finishes_removals(data_dir: Path):
+    """What an owner could not remove while its term was over, it removes once it surely is the owner again."""
+    left_s = 1.0
+    service = service_of(data_dir, term=SetTerm(lambda: left_s))
+    try:
+        left_s = -1.0
+        with pytest.raises(TermOver):
+            await service.remove(JOB)
+        assert await service.list() == [] and (data_dir / "jobs" / JOB).exists()
+        left_s = 1.0
+        await service.retention.sweep()
+        assert not list((data_dir / "jobs").iterdir())
+    finally:
+        await service.close()

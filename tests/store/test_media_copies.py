@@ -182,6 +182,25 @@ def test_a_child_of_a_stopped_owner_leaves_what_its_successor_is_writing(tmp_pat
     assert part.exists()
 
 
+def test_a_child_of_a_stopped_owner_shares_nothing(tmp_path: Path):
+    """It gives no file a name that its successor counts on, and takes none away: neither a damaged one nor its own."""
+    left_s, home = 1.0, media_copies.shared_home(tmp_path, "default")
+    owned = OwnedFiles(SetTerm(lambda: left_s))
+    place = FolderCopies(tmp_path / "jobs" / "b" / "media", SharedCopies(home, owned), lambda: None, owned)
+    copied(tmp_path, "a", b"one", b"two")
+    damaged = Path(path_of(str(home), digest_of(b"two")))
+    damaged.write_bytes(b"owt")
+    left_s = 0.0
+    for data in (b"one", b"two", b"three"):
+        with pytest.raises(TermOver):
+            place.write(digest_of(data), data)
+    assert shared_names(tmp_path) == {digest_of(b"one"), digest_of(b"two")} and damaged.read_bytes() == b"owt"
+    assert [name for _, _, names in os.walk(tmp_path / "jobs" / "b") for name in names] == []
+    left_s = 1.0
+    place.write(digest_of(b"two"), b"two")
+    assert damaged.read_bytes() == b"two"
+
+
 def copied(data_dir: Path, job: str, *contents: bytes, project: str = "default") -> list[os.stat_result]:
     """Copies of a job in the data directory."""
     folder, shared = data_dir / "jobs" / job / "media", SharedCopies(media_copies.shared_home(data_dir, project))
@@ -206,10 +225,10 @@ def test_jobs_of_a_project_share_files(tmp_path: Path):
     other = copied(tmp_path, "c", b"two", project="other")
     assert first[1].st_ino == again[0].st_ino != other[0].st_ino
     shared = media_copies.shared_home(tmp_path, "default")
-    media_copies.remove_copies(tmp_path / "jobs" / "a" / "media", shared)
+    media_copies.remove_copies(tmp_path / "jobs" / "a" / "media", shared, OwnedFiles())
     assert one not in shared_names(tmp_path) and two in shared_names(tmp_path)
     assert Path(path_of(str(tmp_path / "jobs" / "b" / "media"), two)).read_bytes() == b"two"
-    media_copies.remove_copies(tmp_path / "jobs" / "b" / "media", shared)
+    media_copies.remove_copies(tmp_path / "jobs" / "b" / "media", shared, OwnedFiles())
     assert shared_names(tmp_path) == {two}
     assert not list((tmp_path / "jobs" / "a").iterdir()) and not list((shared).glob("*/*"))
 
@@ -219,7 +238,7 @@ def test_what_a_kill_leaves_of_shared_files_is_swept(tmp_path: Path):
     copied(tmp_path, "a", b"one", b"two")
     copied(tmp_path, "b", b"two")
     shutil.rmtree(tmp_path / "jobs" / "a")  # and a kill before the further names were looked at
-    media_copies.sweep_shared(tmp_path)
+    media_copies.sweep_shared(tmp_path, OwnedFiles())
     assert shared_names(tmp_path) == {digest_of(b"two")}
 
 

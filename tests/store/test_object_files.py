@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from batchmill.errors import DatabaseUnavailable, StorageFailed
+from batchmill.errors import DatabaseUnavailable, StorageFailed, TermOver
 from batchmill.owned_files import OwnedFiles
 from batchmill.store import catalog, folder_objects
 from batchmill.store.object_files import MARKS, WORK, ObjectFiles, _remove_copy
@@ -51,6 +51,11 @@ class Room:
 
     def names(self) -> list[str]:
         return [name for name, _ in self.objects.list("")]
+
+
+def names_in(folder: Path) -> set[str]:
+    """The files of a data directory."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -266,9 +271,17 @@ async def test_a_replaced_owner_leaves_the_copies_of_its_successor(room: Room) -
     await files.publish(second)
     assert not first.exists() and second.exists()
     (work := room.data_dir / WORK / "theirs").mkdir(parents=True)
-    room.database.term.left_s = lambda: -1.0
+    room.database.term.left_s = lambda: -1.0 if first.exists() else 1.0  # it ends before there is room for this one
+    before = names_in(room.data_dir)
     await files.fetch(first)
-    assert first.exists() and second.exists()
+    assert first.exists() and names_in(room.data_dir) == before | {"files/first"}
+    first.write_bytes(b"published by the successor")
+    await files.close()
+    room.database.term.left_s = lambda: -1.0
+    files = await room.open()
+    with pytest.raises(TermOver):
+        await files.fetch(first)
+    assert first.read_bytes() == b"published by the successor"
     await files.close()
     await (late := ObjectFiles(room.database, room.data_dir, room.objects, CACHE_BYTES)).open()
     assert work.exists()

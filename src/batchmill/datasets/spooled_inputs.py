@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from blake3 import blake3
 from batchmill.datasets import layout
 from batchmill.datasets.formats import FORMATS, HEAD_BYTES, MAGIC
 from batchmill.errors import InvalidDataset, to_storage_error
+from batchmill.owned_files import OwnedFiles, discard
 
 FOLDER = "spooled-inputs"
 FUNCTIONS = "captured-functions"  # a folder for each function, by its contents
@@ -71,7 +71,7 @@ def part_in(folder: Path) -> Iterator[Path]:
             part.touch(mode=0o600, exist_ok=False)
             yield part
         finally:
-            part.unlink(missing_ok=True)
+            discard(part)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def _named(part: Path, digest: str, suffix: str) -> Path:
         return path
     with part.open("rb") as file:
         os.fsync(file.fileno())
-    part.rename(path)
+    OwnedFiles().move(part, path)  # for a command, which has no term
     return path
 
 
@@ -122,19 +122,19 @@ def keep(data_dir: Path, paths: Sequence[str], job_id: str) -> None:
             Path(f"{path.parent}.{job_id}").touch(mode=0o600)
 
 
-def release(data_dir: Path, job_id: str) -> None:
-    """Say that a job is gone; a file that no other job reads is removed."""
+def release(data_dir: Path, job_id: str, owned: OwnedFiles) -> None:
+    """Say that a job is gone; a file that no other job reads is removed. Raises: TermOver."""
     for mark in (data_dir / FOLDER).glob(f"*.{job_id}"):
-        mark.unlink(missing_ok=True)
+        owned.remove(mark)
         path = mark.with_suffix("")
         if not any(path.parent.glob(f"{path.name}.job_*")):
-            path.unlink(missing_ok=True)
+            owned.remove(path)
     for mark in (data_dir / FUNCTIONS).glob(f"*.{job_id}"):
-        mark.unlink(missing_ok=True)
+        owned.remove(mark)
 
 
-def sweep(data_dir: Path) -> None:
-    """Remove what killed commands have left, and functions that no job has used for long."""
+def sweep(data_dir: Path, owned: OwnedFiles) -> None:
+    """Remove what killed commands have left, and functions that no job has used for long. Raises: TermOver."""
     before = time.time() - LEFT_S
     for folder in (data_dir / FOLDER, data_dir / FUNCTIONS):
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -142,6 +142,6 @@ def sweep(data_dir: Path) -> None:
             if is_read or path.stat().st_mtime >= before:
                 continue
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                owned.remove_tree(path)
             else:
-                path.unlink(missing_ok=True)
+                owned.remove(path)

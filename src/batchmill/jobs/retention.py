@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +22,14 @@ from batchmill import faults
 from batchmill.config import RetentionEntry
 from batchmill.datasets import spooled_inputs
 from batchmill.datasets.layout import SEAL
-from batchmill.errors import BatchmillError, Conflict, InvalidTransition
+from batchmill.errors import BatchmillError, Conflict, InvalidTransition, TermOver
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import RESULTS, JobFiles, result_exists
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.jobs.results.results import STORED, errors_path, stored_name
-from batchmill.part_files import PartFile, sync_folder
+from batchmill.owned_files import OwnedFiles
+from batchmill.part_files import sync_folder
 from batchmill.ports.clock import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
@@ -85,13 +85,15 @@ class Retention:
     ) -> None:  # fmt: skip
         self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
         self.entry, self._stored, self._reusable = entry, stored, reusable
+        self._owned = OwnedFiles(database.term)  # a successor finishes what is written down, and retries other jobs
 
     async def finish(self) -> None:
         """Finish removals that were recorded and not completed."""
         for leaving in (self._data_dir / "jobs").glob(f"{LEAVING}*"):
-            await asyncio.to_thread(shutil.rmtree, leaving, ignore_errors=True)
+            await asyncio.to_thread(self._owned.remove_tree, leaving)
         for removal in await self._database.read(_pending):
-            await self._clear(removal)
+            async with self._active.lock(removal.job):
+                await self._clear(removal)
 
     async def remove(self, job_id: str, by: str) -> None:
         """Remove an ended job and its files; a result at a path that the caller chose stays.
@@ -105,10 +107,17 @@ class Retention:
             await self._clear(removal)
 
     async def sweep(self) -> None:
-        """Remove jobs that are old enough, and unneeded files of others. An error in one job does not stop it."""
+        """Remove jobs that are old enough, and unneeded files of others. An error in one job does not stop it.
+
+        Raises: TermOver where another process may be the owner, which sweeps then.
+        """
         now, entry = self._clock.now(), self.entry
-        await asyncio.to_thread(spooled_inputs.sweep, self._data_dir)
-        await asyncio.to_thread(sweep_shared, self._data_dir)
+        for removal in await self._database.read(_pending):
+            with _logged(removal.job):
+                async with self._active.lock(removal.job):
+                    await self._clear(removal)
+        await asyncio.to_thread(spooled_inputs.sweep, self._data_dir, self._owned)
+        await asyncio.to_thread(sweep_shared, self._data_dir, self._owned)
         if entry.jobs_s is not None:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
                 with _logged(job_id):
@@ -156,7 +165,7 @@ class Retention:
             await self._reusable.keep(record)
             files = JobFiles(self._data_dir, job_id)
             if files.spec.exists():
-                await asyncio.to_thread(_write_ending, files, record, now)
+                await asyncio.to_thread(_write_ending, files, record, now, self._owned)
             faults.point("after_ending")
             kept_bytes = await asyncio.to_thread(bytes_in, files.reuse)
             removal = await self._database.write(_drop_parts, record, now, kept_bytes)
@@ -174,14 +183,14 @@ class Retention:
                 await self._database.write(log.forget, files)
             await asyncio.to_thread(self._clear_job, removal, files)
             await self._stored.remove(self._data_dir / "jobs" / removal.job, *files)
-            await asyncio.to_thread(spooled_inputs.release, self._data_dir, removal.job)
+            await asyncio.to_thread(spooled_inputs.release, self._data_dir, removal.job, self._owned)
         faults.point("after_clear")
         await self._database.write(_cleared, removal)
 
     async def _clear_parts(self, files: JobFiles, project: str) -> None:
         is_stored = await self._stored.holds(files.dataset)
         async with using(self._stored, files.home, files.dataset):
-            await asyncio.to_thread(_clear_parts, files, project)
+            await asyncio.to_thread(_clear_parts, files, project, self._owned)
             if is_stored:
                 await self._stored.publish(files.dataset)  # what is left of it
         plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
@@ -191,12 +200,11 @@ class Retention:
         home = self._data_dir / "jobs" / removal.job
         leaving = home.with_name(LEAVING + removal.job)
         if home.exists():
-            os.rename(home, leaving)
+            self._owned.move(home, leaving)
             sync_folder(home.parent)
-        for path in files:
-            path.unlink(missing_ok=True)
-        remove_copies(leaving / MEDIA, shared_home(self._data_dir, removal.project))
-        shutil.rmtree(leaving, ignore_errors=True)
+        self._owned.remove(*files)
+        remove_copies(leaving / MEDIA, shared_home(self._data_dir, removal.project), self._owned)
+        self._owned.remove_tree(leaving)
 
 
 def small_results(data_dir: Path, job_id: str) -> list[Path]:
@@ -207,9 +215,11 @@ def small_results(data_dir: Path, job_id: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _logged(job_id: str) -> Iterator[None]:
-    """Log an error of one job; the next sweep tries it again."""
+    """Log an error of one job; the next sweep tries it again. Raises: TermOver, which is not of one job."""
     try:
         yield
+    except TermOver:
+        raise
     except (BatchmillError, OSError) as error:
         log.warning("the job %s keeps what it has for now: %s", job_id, error)
 
@@ -229,26 +239,26 @@ def read_ending(files: JobFiles) -> dict[str, Any]:
     return msgspec.json.decode(files.ending.read_bytes())
 
 
-def _write_ending(files: JobFiles, record: Record, now: float) -> None:
+def _write_ending(files: JobFiles, record: Record, now: float, owned: OwnedFiles) -> None:
     """Write the job's record beside its results, so that a lost database can be rebuilt from it."""
     values = {name: value for name, value in record.items() if not isinstance(value, bytes)}
-    with PartFile(files.ending, 0o600) as file:
+    with owned.part(files.ending) as file:
         file.write(msgspec.json.encode(values | {"compacted": now}))
         file.publish()
 
 
-def _clear_parts(files: JobFiles, project: str) -> None:
+def _clear_parts(files: JobFiles, project: str, owned: OwnedFiles) -> None:
     plan = files.plan(0) / PLAN
     if plan.exists():  # the first: without it the job is known to keep only its results, whatever a kill leaves
-        plan.unlink()
+        owned.remove(plan)
         sync_folder(plan.parent)
         faults.point("after_plan_dropped")
-    remove_copies(files.media, files.shared_media(project))
+    remove_copies(files.media, files.shared_media(project), owned)
     for folder in (files.segments, *files.home.glob("plan-*")):
-        shutil.rmtree(folder, ignore_errors=True)
+        owned.remove_tree(folder)
     for path in files.dataset.glob("*"):
         if path.name != SEAL:  # the same command again is known by it
-            path.unlink()
+            owned.remove(path)
 
 
 def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float) -> Removal:

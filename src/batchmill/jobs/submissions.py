@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.datasets import spooled_inputs
-from batchmill.errors import DatabaseUnavailable, InvalidInput, OverQuota
+from batchmill.errors import DatabaseUnavailable, InvalidInput, OverQuota, TermOver
 from batchmill.jobs import samples
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.failover import with_code
@@ -169,7 +170,9 @@ class Submissions:
     async def _forget(self, spec: JobSpec, files: JobFiles) -> None:
         """Remove what a job has written that was not stored."""
         await asyncio.to_thread(discard, files.home)
-        await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id)
+        owned = OwnedFiles(self._database.term)  # other jobs may read the same inputs
+        with suppress(TermOver):
+            await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id, owned)
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import StorageFailed
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import sync_folder
 from batchmill.ports.storage import Objects
 
@@ -69,15 +69,16 @@ def put(objects: Objects, prefix: str, path: Path) -> int:
     return sum(entry.size_bytes for entry in entries)
 
 
-def get(objects: Objects, prefix: str, path: Path, work: Path) -> None:
+def get(objects: Objects, prefix: str, path: Path, work: Path, owned: OwnedFiles = OwnedFiles()) -> None:
     """Write the file or folder that was put below `prefix` to `path`, replacing what is there.
 
-    Args: work: a path on the same file system; it is removed.
+    Args: work: a path on the same file system that nobody else uses; it is removed. owned: for a path of which a
+    successor may have a newer copy.
 
-    Raises: StorageFailed if the objects are not what was put.
+    Raises: StorageFailed if the objects are not what was put; TermOver.
     """
     manifest = _read_manifest(objects, prefix)
-    shutil.rmtree(work, ignore_errors=True)
+    discard(work)
     work.mkdir(parents=True, mode=0o700)
     target = work / "content"
     is_file = [entry.name for entry in manifest.files] == [""]
@@ -90,12 +91,10 @@ def get(objects: Objects, prefix: str, path: Path, work: Path) -> None:
             for number, entry in enumerate(manifest.files):
                 _get_file(objects, f"{prefix}{number}-", entry, target / entry.name if entry.name else target, threads)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.is_dir() and not path.is_symlink():
-            os.rename(path, work / "before")
-        os.rename(target, path)
+        owned.move_over(target, path, work / "before")
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work)
 
 
 def _read_manifest(objects: Objects, prefix: str) -> Manifest:

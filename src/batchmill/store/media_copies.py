@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from batchmill.owned_files import OwnedFiles
+from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import sync_folder
 from batchmill.store.objects import StoreObjects
 
@@ -145,21 +144,21 @@ class ObjectCopies:
 class SharedCopies:
     """The further names of the files that jobs of a project have. Concurrency: any thread, of any process."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, owned: OwnedFiles = OwnedFiles()) -> None:
+        self._home, self._owned = home, owned
 
     def link(self, digest: str, data: bytes, path: Path) -> bool:
         """Give the file with a content to a job, at `path`. False: no job has it, or it cannot be linked."""
-        shared = path_of(str(self._home), digest)
+        shared = Path(path_of(str(self._home), digest))
         try:
-            if os.stat(shared).st_size == len(data) and Path(shared).read_bytes() == data:
-                os.link(shared, path)
+            if shared.stat().st_size == len(data) and shared.read_bytes() == data:
+                self._owned.link_new(shared, path)
                 return True
         except OSError as error:
             if error.errno != errno.EMLINK:
                 return False
-        with contextlib.suppress(OSError):
-            os.unlink(shared)  # it is damaged, or has as many names as a file may have: the next copy takes its place
+        with contextlib.suppress(OSError):  # it is damaged, or has as many names as a file may have
+            self._owned.remove(shared)  # the next copy takes its place
         return False
 
     def add(self, digest: str, path: Path) -> None:
@@ -167,36 +166,36 @@ class SharedCopies:
         shared = Path(path_of(str(self._home), digest))
         with contextlib.suppress(OSError):
             shared.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.link(path, shared)
+            self._owned.link_new(path, shared)
 
 
 def shared_home(data_dir: Path, project: str) -> Path:
     return data_dir / SHARED / project
 
 
-def remove_copies(folder: Path, shared: Path) -> None:
+def remove_copies(folder: Path, shared: Path, owned: OwnedFiles) -> None:
     """Remove the files of a job, and the further names of those that no other job has. What a kill leaves of these
-    names goes with `sweep_shared`.
+    names goes with `sweep_shared`. Raises: TermOver.
     """
     for part in list(folder.iterdir()) if folder.is_dir() else ():
         digests = os.listdir(part)
-        shutil.rmtree(part, ignore_errors=True)
+        owned.remove_tree(part)
         for digest in digests:
-            _drop_unused(path_of(str(shared), digest))
-    shutil.rmtree(folder, ignore_errors=True)
+            _drop_unused(Path(path_of(str(shared), digest)), owned)
+    owned.remove_tree(folder)
 
 
-def sweep_shared(data_dir: Path) -> None:
-    """Remove all further names of files that no job has."""
+def sweep_shared(data_dir: Path, owned: OwnedFiles) -> None:
+    """Remove all further names of files that no job has. Raises: TermOver."""
     for path in (data_dir / SHARED).glob("*/*/*"):
-        _drop_unused(str(path))
+        _drop_unused(path, owned)
 
 
-def _drop_unused(path: str) -> None:
+def _drop_unused(path: Path, owned: OwnedFiles) -> None:
     """A job that links the file meanwhile keeps it, by the name that it has then."""
     with contextlib.suppress(OSError):
-        if os.stat(path).st_nlink == 1:
-            os.unlink(path)
+        if path.stat().st_nlink == 1:
+            owned.remove(path)
 
 
 class FolderCopies:
@@ -205,7 +204,7 @@ class FolderCopies:
     def __init__(
         self, folder: Path, shared: SharedCopies, check_room: Callable[[], None], owned: OwnedFiles = OwnedFiles()
     ) -> None:
-        self._folder, self._shared, self._check_room = folder, shared, check_room
+        self._folder, self._shared, self._check_room, self._owned = folder, shared, check_room, owned
         self._unchecked = CHECKED_BYTES
         owned.remove(*folder.glob(f"*/*{PART}"))  # of an attempt that was cut off
 
@@ -232,9 +231,9 @@ class FolderCopies:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(part, path)
+            self._owned.move(part, path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            discard(part)
             raise
         self._shared.add(digest, path)
 

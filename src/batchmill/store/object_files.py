@@ -161,7 +161,7 @@ class ObjectFiles:
             async with self._lock(stored.path):
                 if not await asyncio.to_thread(self._is_here, stored, path):
                     work = self._data_dir / WORK / uuid.uuid4().hex
-                    await _in_thread(folder_objects.get, self._objects, stored.object, path, work)
+                    await _in_thread(folder_objects.get, self._objects, stored.object, path, work, self._owned)
                 await self._mark(stored)
         await self._trim()
 
@@ -276,12 +276,15 @@ class ObjectFiles:
         copy, before = _Copy(stored.object, stored.bytes), self._copies.pop(stored.path, None)
         self._bytes += copy.bytes - (0 if before is None else before.bytes)
         self._copies[stored.path] = copy
-        await asyncio.to_thread(_write_mark, self._mark_of(stored.path), None if copy == before else copy)
+        with contextlib.suppress(TermOver):  # the next owner fetches what has no mark
+            await asyncio.to_thread(
+                _write_mark, self._owned, self._mark_of(stored.path), None if copy == before else copy
+            )
 
     async def _unmark(self, key: str) -> None:
         for each in [path for path in self._copies if path == key or path.startswith(f"{key}/")]:
             self._bytes -= self._copies.pop(each).bytes
-            await asyncio.to_thread(_remove_mark, self._mark_of(each), self._data_dir / MARKS)
+            await asyncio.to_thread(_remove_mark, self._owned, self._mark_of(each), self._data_dir / MARKS)
 
     def _mark_of(self, key: str) -> Path:
         return self._data_dir / MARKS / f"{key}{MARK}"
@@ -348,7 +351,7 @@ def _read_marks(folder: Path) -> dict[str, _Copy]:
     return {key: copy for _, key, copy in sorted(found, key=lambda each: each[0])}
 
 
-def _write_mark(mark: Path, copy: _Copy | None) -> None:
+def _write_mark(owned: OwnedFiles, mark: Path, copy: _Copy | None) -> None:
     """Write what a local copy was made of; None: it is as before, and was used just now."""
     if copy is None:
         with contextlib.suppress(FileNotFoundError):
@@ -358,25 +361,27 @@ def _write_mark(mark: Path, copy: _Copy | None) -> None:
     for attempt in range(MARK_ATTEMPTS_MAX):
         mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            part.write_text(f"{copy.object} {copy.bytes}")
+            owned.create(part, f"{copy.object} {copy.bytes}".encode())
             break
         except FileNotFoundError:  # the folder was empty, and removed
             if attempt + 1 == MARK_ATTEMPTS_MAX:
                 raise
-    os.replace(part, mark)
+    try:
+        owned.move(part, mark)
+    except BaseException:
+        discard(part)
+        raise
 
 
-def _remove_mark(mark: Path, home: Path) -> None:
+def _remove_mark(owned: OwnedFiles, mark: Path, home: Path) -> None:
     """Remove a mark, and the folders that are empty then."""
-    mark.unlink(missing_ok=True)
+    owned.remove(mark)
     for folder in mark.parents:
         if folder == home:
             return
-        try:
-            folder.rmdir()
-        except OSError:  # other marks are in it, or another thread has removed it
-            if folder.exists():
-                return
+        owned.remove_empty(folder)
+        if folder.exists():  # other marks are in it
+            return
 
 
 def _remove_copy(owned: OwnedFiles, path: Path, work: Path) -> None:

@@ -156,8 +156,8 @@ def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]
     if order.store:
         objects = StoreObjects(order.store, term_at(order.term))
         return MediaCopies(ObjectCopies(objects, order.folder))
-    shared = SharedCopies(Path(order.shared))
     owned = OwnedFiles(PatientTerm(term_at(request.term)))
+    shared = SharedCopies(Path(order.shared), owned)
     check = partial(check_disk, Path(request.dataset))
     return MediaCopies(FolderCopies(Path(order.folder), shared, check, owned))
 

@@ -138,7 +138,7 @@ class JobFiles:
         for path in self.dataset.glob(layout.FETCHED):
             owned.remove_tree(path) if path.is_dir() else owned.remove(path)
         owned.remove(*self.plan(0).glob("*"))
-        remove_copies(self.media, self.shared_media(project))
+        remove_copies(self.media, self.shared_media(project), owned)
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())
