@@ -50,6 +50,7 @@ CHANGES: dict[str, Callable[[OwnedFiles, Path], object]] = {
     "move_over": lambda owned, home: owned.move_over(home / "file", home / "folder", home / "aside"),
     "link": lambda owned, home: owned.link(home / "file", home / "other"),
     "link_new": lambda owned, home: owned.link_new(home / "file", home / "new"),
+    "symlink_over": lambda owned, home: owned.symlink_over("other", home / "file"),
     "copy_tree": lambda owned, home: owned.copy_tree(home / "folder", home / "new"),
     "remove": lambda owned, home: owned.remove(home / "missing", home / "file"),
     "remove_durably": lambda owned, home: owned.remove_durably([home / "file"]),

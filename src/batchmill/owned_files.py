@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -118,6 +119,17 @@ class OwnedFiles:
         """Link a file to another name. Raises: FileExistsError."""
         self.term.check()
         os.link(source, target)
+
+    def symlink_over(self, target: str, path: Path) -> None:
+        """Make a symbolic link, in the place of an earlier one. Args: target: what it says."""
+        self.term.check()
+        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+        os.symlink(target, part)
+        try:
+            self.move(part, path)
+        except BaseException:
+            part.unlink()
+            raise
 
     def copy_tree(self, source: Path, target: Path) -> None:
         """Copy a folder to where none is."""

@@ -14,7 +14,7 @@ from fakes.terms import SetTerm
 
 from batchmill.errors import DatabaseUnavailable, InvalidInput, ModelFailed, TermOver
 from batchmill.models import environments, pip_settings
-from batchmill.models.environments import RECORD, Environments, check_requirements, find_python
+from batchmill.models.environments import RECORD, Environments, check_requirements, find_python, folder_of
 from batchmill.models.installers import packages_of
 from batchmill.owned_files import OwnedFiles
 
@@ -54,8 +54,10 @@ async def test_the_same_lock_is_one_environment(index, installer, tmp_path):
     assert first == LOCKED_FOR and second.startswith("batchmill-answer-of-test==1.0 --hash=sha256:"), lock
     assert packages_of(lock) == ["batchmill-answer-of-test==1.0"]
     first, second = await asyncio.gather(*(made.python(None, lock, tmp_path / f"log{each}") for each in range(2)))
-    assert first == second and len(list((tmp_path / "environments").glob("*/bin"))) == 1
+    assert first == second and len(list((tmp_path / "environments").glob("*"))) == 3
     assert await said_by(first, ANSWER) == "1.0"
+    program = folder_of(Path(first).parents[1]) / "bin" / "batchmill-answer-of-test"
+    assert await said_by(first, f"import subprocess; subprocess.run({str(program)!r})") == "1.0"
     assert await said_by(first, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
     made.sweep()
     assert await said_by(first, ANSWER) == "1.0"
@@ -90,23 +92,45 @@ async def test_a_package_that_changed_is_refused(index, installer, tmp_path, mon
     assert list((tmp_path / "environments").iterdir()) == []
 
 
-async def test_a_replaced_owner_leaves_what_its_successor_has_built(index, tmp_path, monkeypatch):
-    """An installer whose folder a successor's sweep has removed fails; the same environment lies there anew by then."""
-    left_s = 1.0
-    made = Environments(tmp_path / "environments", owned=OwnedFiles(SetTerm(lambda: left_s)))
+@pytest.mark.parametrize("stopped_at", [1, 2])
+async def test_a_replaced_owner_leaves_what_its_successor_has_built(index, tmp_path, monkeypatch, stopped_at):
+    """An installer goes on while its owner is stopped. It has a folder of its own, which a successor's build removes:
+    what it writes then is no environment, whether it fails or not.
+    """
+    left_s, folder, run, commands = 1.0, tmp_path / "environments", environments._run, 0
+    python, theirs, asked = "", set(), asyncio.Event()
+
+    def check() -> float:
+        asked.set() if left_s < 0 else None
+        return left_s
+
+    made, successor = Environments(folder, owned=OwnedFiles(SetTerm(check))), Environments(folder)
     lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
 
-    async def replaced(command, folder, *_):
-        nonlocal left_s
-        left_s = -1.0
-        (folder / "of-the-successor").touch()
-        raise ModelFailed("the folder is gone")
+    async def run_and_be_replaced(command, place, *args):
+        nonlocal left_s, python, commands
+        await run(command, place, *args)
+        commands += 1
+        if commands == stopped_at:
+            left_s = -1.0
+            with monkeypatch.context() as patch:
+                patch.setattr(environments, "_run", run)
+                python = await successor.python(None, lock, tmp_path / "log")
+            theirs.update(folder.rglob("*"))
+            place.mkdir()
+            (place / "late").touch()
 
-    monkeypatch.setattr(environments, "_run", replaced)
-    for error in (ModelFailed, DatabaseUnavailable):  # the second attempt finds out before it begins
-        with pytest.raises(error):
-            await made.python(None, lock, tmp_path / "log")
-        assert [path.name for path in (tmp_path / "environments").glob("*/*")] == ["of-the-successor"]
+    monkeypatch.setattr(environments, "_run", run_and_be_replaced)
+    building = asyncio.create_task(made.python(None, lock, tmp_path / "log"))
+    await asyncio.wait({building, asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    building.cancel()
+    with pytest.raises((asyncio.CancelledError, ModelFailed)):
+        await building
+    assert set(folder.rglob("*")) == theirs and await said_by(python, ANSWER) == "1.0"
+    Path(python).unlink()
+    with pytest.raises(DatabaseUnavailable):  # another attempt finds out before it begins
+        await made.python(None, lock, tmp_path / "log")
+    assert {path.name for path in theirs} - {path.name for path in folder.rglob("*")} == {"python"}
 
 
 async def test_an_environment_is_complete_only_within_the_term(index, tmp_path, monkeypatch):
@@ -235,15 +259,18 @@ async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeyp
 
 def test_what_was_left_half_made_goes(tmp_path):
     """A sweep removes environments that have no record, or that no version uses and none wanted for long."""
-    for name in ("whole", "half", "old", "old_and_used"):
-        (tmp_path / name).mkdir()
-    for name in ("whole", "old", "old_and_used", "without_folder"):
-        (tmp_path / f"{name}{RECORD}").touch()
+    for name in ("whole", "half", "old", "old_and_used", "not_linked"):
+        (tmp_path / f"{name}-1").mkdir()
+        (tmp_path / f"{name}-1" / "file").touch()
+    for name in ("whole", "old", "old_and_used", "without_folder", "not_linked"):
+        (tmp_path / f"{name}-1{RECORD}").touch()
+    for name in ("whole", "half", "old", "old_and_used", "without_folder", "whole.0.part"):
+        (tmp_path / name).symlink_to(f"{name.partition('.')[0]}-1")
     for name in ("old", "old_and_used"):
-        os.utime(tmp_path / f"{name}{RECORD}", (0, 0))
+        os.utime(tmp_path / f"{name}-1{RECORD}", (0, 0))
     Environments(tmp_path).sweep({str(tmp_path / "old_and_used" / "bin" / "python")})
-    left = sorted(each.name for each in tmp_path.iterdir())
-    assert left == ["old_and_used", f"old_and_used{RECORD}", "whole", f"whole{RECORD}"]
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {f"{name}{ending}" for name in ("old_and_used", "whole") for ending in ("", "-1", f"-1{RECORD}")}
 
 
 async def test_a_package_cannot_complete_an_environment(index, installer, tmp_path, monkeypatch):
@@ -252,7 +279,7 @@ async def test_a_package_cannot_complete_an_environment(index, installer, tmp_pa
     lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
     python = await made.python(None, lock, tmp_path / "log")
     venv = tmp_path / "environments" / python.split("/")[-3]
-    record = venv.with_name(venv.name + RECORD)
+    record = folder_of(venv).with_name(folder_of(venv).name + RECORD)
     (venv / "batchmill-complete").write_bytes(record.read_bytes())
     record.unlink()
     (venv / "lib").rename(venv / "broken")

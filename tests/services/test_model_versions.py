@@ -322,7 +322,7 @@ async def test_an_environment_is_built_again_from_its_lock(place, index):
     first = await place.deploy(requirements="batchmill-answer-of-test\n")
     add_wheel(index, "2.0")
     folder = Path(first.version.spec.python).parents[1]
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.resolve())
     again = await place.versions.restart("example_doubler")
     assert again.spec.python == first.version.spec.python
     assert [each.name for each in folder.glob("lib/*/site-packages/batchmill_answer*info")] == [

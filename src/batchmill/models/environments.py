@@ -1,7 +1,8 @@
 """Virtual environments of deployed functions: one for each interpreter and lock, shared by versions.
 
-An environment is complete once it has a record, a file beside its folder, where packages cannot write. Folders of
-interrupted builds have no record and are removed.
+Each is built in a folder with a random name, which no other process writes to: an installer may outlive its owner, or
+go on beside a successor. An environment is complete once a link with its own name leads to such a folder, and has a
+record, a file beside the folder: packages cannot write there. Folders that no link leads to are removed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import InvalidInput, ModelFailed, TermOver
+from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import installers, isolation, pip_settings
 from batchmill.models.installers import Installer, Run
 from batchmill.models.redaction import without_userinfo
@@ -32,7 +34,7 @@ from batchmill.types import Isolation
 
 FOLDER = "environments"  # in the data directory
 ORDER, LOCK = "deploy.json", "requirements.lock"  # in the folder of a version: what was requested, and its packages
-RECORD = ".json"  # ending of the file beside an environment
+RECORD = ".json"  # ending of the file beside the folder of an environment
 UV_CACHE = ".uv-cache"  # of one isolated build
 INSTALL_FAILED = "the requirements cannot be installed"
 RESOLVE_FAILED = "the requirements cannot be resolved"
@@ -51,7 +53,7 @@ _FILE_URL = re.compile(r"(^|@\s*)([a-z]+\+)?file:", re.IGNORECASE)
 _LOCKED_FOR = "# Python "  # begins a lock; its version follows
 _VERSION = re.compile(r"3\.\d{1,2}")
 _PRINT_VERSION = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
-# Kills the installer when its owner is killed: two installers in one folder would break it.
+# Kills the installer when its owner is killed: nobody waits for it.
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -120,10 +122,7 @@ class Environments:
         key = hashlib.sha256(f"{version}\n{lock}".encode()).hexdigest()
         venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
-            if not await asyncio.to_thread(_is_complete, venv):
-                await asyncio.to_thread(self._owned.remove_tree, venv)
-                await self._build(venv, base, lock, log)
-            await asyncio.to_thread(_record_of(venv).touch)  # the time of its last use
+            await self._complete(venv, base, lock, log)
         return str(venv / "bin" / "python")
 
     async def restore(self, python: str, interpreter: str | None, lock: str | None, log: Path) -> None:
@@ -134,27 +133,46 @@ class Environments:
         base = sys.executable if interpreter is None else find_python(interpreter)
         _check_python(lock, await _version_of(base))
         async with self._building.setdefault(venv.name, asyncio.Lock()):
-            if not await asyncio.to_thread(_is_complete, venv):
-                await asyncio.to_thread(self._owned.remove_tree, venv)
-                await self._build(venv, base, lock, log)
-            await asyncio.to_thread(_record_of(venv).touch)
+            await self._complete(venv, base, lock, log)
+
+    async def _complete(self, venv: Path, base: str, lock: str, log: Path) -> None:
+        """Build an environment unless it is complete, and note that it is used."""
+        if not await asyncio.to_thread(_is_complete, venv):
+            await asyncio.to_thread(self._clear, venv)
+            await self._build(venv, base, lock, log)
+        await asyncio.to_thread(_record_of(venv).touch)
+
+    def _clear(self, venv: Path) -> None:
+        """Remove what is left of an environment, and of attempts to build it. An owner that was stopped may be at one:
+        it fails.
+        """
+        for path in _links_first(self._folder.glob(f"{venv.name}*")):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            self._owned.remove_tree(path)
+        else:
+            self._owned.remove(path)
 
     async def _build(self, venv: Path, base: str, lock: str, log: Path) -> None:
-        await asyncio.to_thread(self._owned.make_folder, venv, is_new=True)
+        folder = venv.with_name(f"{venv.name}-{secrets.token_hex(8)}")
+        await asyncio.to_thread(self._owned.make_folder, folder, is_new=True)
         try:
             installer = await asyncio.to_thread(installers.installer_of, installers.parse(lock), os.environ)
-            run = await self._runner(installer, venv, base, log, BUILD_S_MAX, INSTALL_FAILED)
-            await installer.install(lock, base, venv, run)
+            run = await self._runner(installer, folder, base, log, BUILD_S_MAX, INSTALL_FAILED)
+            await installer.install(lock, base, folder, run)
             paths = await asyncio.to_thread(isolation.interpreter_folders, base)
+            await asyncio.to_thread(discard, folder / UV_CACHE)
             while self._owned.term.is_over():  # a successor, which ends this process, may be building it
                 await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(self._owned.remove_tree, venv / UV_CACHE)
+            # Not in a thread: a cancelled build is not linked.
+            self._owned.create(_record_of(folder), msgspec.json.encode(Base(base, [*paths])))
+            self._owned.symlink_over(folder.name, venv)
         except BaseException:
-            with contextlib.suppress(TermOver):
-                await asyncio.shield(asyncio.to_thread(self._owned.remove_tree, venv))
+            discard(_record_of(folder))
+            await asyncio.shield(asyncio.to_thread(discard, folder))
             raise
-        # Not in a thread: a cancelled build has no record.
-        self._owned.write(_record_of(venv), msgspec.json.encode(Base(base, [*paths])), is_durable=False)
 
     async def _runner(
         self, installer: Installer, folder: Path, base: str, log: Path, timeout_s: float, failure: str
@@ -180,14 +198,15 @@ class Environments:
 
         Raises: TermOver where another process may be the owner, of other versions.
         """
-        for path in self._folder.glob("*"):
-            venv = path.with_suffix("")
-            if str(venv / "bin" / "python") in used or (venv.is_dir() and _is_recently_used(_record_of(venv))):
+        kept: set[Path] = set()
+        for link in self._folder.glob("*"):
+            if not link.is_symlink() or link.suffix:
                 continue
-            if path.is_dir():
-                self._owned.remove_tree(path)
-            else:
-                self._owned.remove(path)
+            if str(link / "bin" / "python") in used or (link.is_dir() and _is_recently_used(_record_of(link))):
+                kept |= {link, folder_of(link), _record_of(link)}
+        for path in _links_first(self._folder.glob("*")):
+            if path not in kept:
+                self._remove(path)
 
 
 class _Requested(Struct, frozen=True):
@@ -213,8 +232,23 @@ class Base(Struct, frozen=True):
     places: list[str]
 
 
+def folder_of(venv: Path) -> Path:
+    """Where the files of an environment are; the path itself for one that is not there."""
+    try:
+        return venv.with_name(os.path.basename(os.readlink(venv)))
+    except OSError:
+        return venv
+
+
 def _record_of(venv: Path) -> Path:
-    return venv.with_name(venv.name + RECORD)
+    """Args: venv: an environment, or its folder."""
+    folder = folder_of(venv)
+    return folder.with_name(folder.name + RECORD)
+
+
+def _links_first(paths: Iterable[Path]) -> list[Path]:
+    """In the order of their removal: what is removed halfway is no environment."""
+    return sorted(paths, key=lambda path: not path.is_symlink())
 
 
 def base_of(venv: Path) -> Base:

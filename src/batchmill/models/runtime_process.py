@@ -22,7 +22,7 @@ from batchmill import function_runtime
 from batchmill.children.process_end import VARIABLE, marks_of, started
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import isolation
-from batchmill.models.environments import FOLDER, base_of
+from batchmill.models.environments import FOLDER, base_of, folder_of
 from batchmill.models.function_progress import ProgressPage
 from batchmill.models.worker_environment import inherited
 from batchmill.types import Isolation
@@ -69,7 +69,10 @@ def sandbox_prefix(sandbox: Isolation, python: str, folder: str, *, gpus: int) -
     venv = Path(python).parent.parent
     if venv.parent.name == FOLDER and venv.is_relative_to(sandbox.data_dir):  # of a node, in the folder of its store
         base = base_of(venv)
-        python, paths = base.python, [str(venv), *base.places]
+        python, paths = (
+            base.python,
+            [str(venv), str(folder_of(venv)), *base.places],
+        )  # programs in `bin` name the folder
     else:
         paths = [*isolation.interpreter_folders(python)]
     paths.append(str(PROGRAM.parent))

@@ -157,7 +157,7 @@ class VersionBuilder:
         except ModelFailed as error:
             raise ModelFailed(error.message, code="deploy_failed") from None
         finally:
-            await asyncio.to_thread(_gather_log, home)
+            await asyncio.to_thread(_gather_log, home, self._owned)
         await self._stored.publish(home)
         assert spec.function is not None
         packages = [] if staged.lock is None else packages_of(staged.lock)
@@ -241,7 +241,7 @@ class VersionBuilder:
             if folder not in folders:
                 self._owned.remove_tree(folder)
             elif folders[folder].state == FAILED:
-                _gather_log(folder)
+                _gather_log(folder, self._owned)
                 self.discard_code(folders[folder])
 
 
@@ -274,12 +274,14 @@ def _move_into_place(staged: Staged, home: Path, owned: OwnedFiles) -> None:
     owned.move(staged.folder / bundles.CODE, home / bundles.CODE)
 
 
-def _gather_log(home: Path) -> None:
-    """Append the output of the trial to that of the installer."""
-    with (home / LOG).open("ab") as out:
-        for path in sorted((home / TRIAL).glob("*.log")):
-            out.write(path.read_bytes()[-LOG_BYTES_MAX:])
-    discard(home / TRIAL)
+def _gather_log(home: Path, owned: OwnedFiles) -> None:
+    """Append the output of the trial to that of the installer. Another owner may be at a trial of this number."""
+    with contextlib.suppress(TermOver):
+        owned.term.check()
+        with (home / LOG).open("ab") as out:
+            for path in sorted((home / TRIAL).glob("*.log")):
+                out.write(path.read_bytes()[-LOG_BYTES_MAX:])
+        owned.remove_tree(home / TRIAL)
 
 
 def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: str, python: str | None) -> ModelSpec:
