@@ -273,7 +273,6 @@ class RecordedJob:
 
     async def _write_spec(self, spec: JobSpec) -> None:
         """Raises: JobPaused where another process may be the owner: the files are its own."""
-        self._term.check()
         await asyncio.to_thread(self.files.write_spec, spec, self._owned)
 
     async def _store_spec(self) -> None:
@@ -422,7 +421,6 @@ class RecordedJob:
 
     async def _clear_refused(self) -> None:
         """Remove what was made of a dataset of which no row runs."""
-        self._term.check()
         await asyncio.to_thread(self.files.clear_refused, self.spec.project, self._owned)
         if self.spec.dataset.media_copies:
             await self._tools.stored.remove(self.files.media)
