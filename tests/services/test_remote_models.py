@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ from msgspec.structs import replace
 from remote_room import KEY, THEM, US, RemoteRoom, connector_fields
 
 from batchmill.errors import Conflict, Forbidden, InvalidInput, RateLimited, UnknownName
-from batchmill.models.connectors.reading import read_connector
+from batchmill.jobs.ledger import deployed
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.deployed import ModelsRemoved
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.models.connectors.reading import read_connector, read_file
 from batchmill.services.remote import model_records as remote_model_records
 from batchmill.services.remote.models import find_batch_provider, spec_of
 from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
-from batchmill.types import Caller, Connector, Scope
+from batchmill.states import JobState
+from batchmill.types import Caller, Connector, DatasetSpec, ModelSpec, Policy, Scope
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 
 @pytest.fixture
@@ -365,3 +374,93 @@ async def test_a_model_without_a_way_is_not_offered(room: RemoteRoom) -> None:
     assert directory.specs(caller()) == []
     with pytest.raises(InvalidInput, match="an unknown batch API"):
         directory.find(caller(), model.id)
+
+
+# -- orders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["its own", "shared"])
+async def ordered(request: pytest.FixtureRequest, room: RemoteRoom, made: ConnectorRecord) -> RemoteModel:
+    """A model that an order names, with a connector of its own or a shared one."""
+    if request.param == "shared":
+        return await register(room, made)
+    fields = {"name": "embed", "function_name": "remote", "connector": connector_fields()}
+    return await room.remote.models.register(US, fields)
+
+
+async def change(room: RemoteRoom, model: RemoteModel, **fields: Any) -> None:
+    if model.connector is not None:
+        await room.remote.connectors.update(US, model.connector, fields)
+    else:
+        await room.remote.models.update(US, model.id, {"connector": fields})
+
+
+async def delete(room: RemoteRoom, model: RemoteModel) -> None:
+    await room.remote.models.delete(US, model.id)
+    if model.connector is not None:
+        await room.remote.connectors.delete(US, model.connector)
+
+
+def job_of(room: RemoteRoom, model: RemoteModel, *, used: Sequence[str] = ()) -> JobSpec:
+    specs = [room.remote.models.spec(model.id), ModelSpec("other", "openai", "other")]
+    return JobSpec("job_1", DatasetSpec(["x"]), specs, TableForm(), Policy(), None, "", {}, 0.0, used=[*used])
+
+
+async def enter(room: RemoteRoom, job: JobSpec) -> None:
+    assert room.database is not None
+    await room.database.write(job_records.enter, job, None, None)
+
+
+async def test_a_connector_that_is_removed_while_an_order_is_taken(room: RemoteRoom, ordered: RemoteModel) -> None:
+    """The job is not stored, unless its rows name other models."""
+    job = job_of(room, ordered)
+    await delete(room, ordered)
+    with pytest.raises(UnknownName, match=f"of the model {ordered.id} was removed: choose") as refused:
+        await enter(room, job)
+    assert isinstance(refused.value, ModelsRemoved)
+    assert [each.name for each in refused.value.left_of(job.models)] == ["other"]
+    await enter(room, replace(job, used=["other"]))
+
+
+async def test_a_connector_of_a_job_that_is_stored_first(room: RemoteRoom, ordered: RemoteModel) -> None:
+    """The connector stays until the job has ended."""
+    await enter(room, job_of(room, ordered))
+    with pytest.raises(Conflict, match="an unfinished job uses"):
+        await delete(room, ordered)
+
+
+async def test_a_connector_that_is_changed_while_an_order_is_taken(room: RemoteRoom, ordered: RemoteModel) -> None:
+    """The job is not stored: what it was checked for is there no more. Sent again, the order gets what is there now."""
+    job = job_of(room, ordered)
+    await change(room, ordered, parameters={"model": "other"})
+    with pytest.raises(Conflict, match=f"of the model {ordered.id} was changed meanwhile: send the order again"):
+        await enter(room, job)
+    await enter(room, replace(job, id="job_2", used=["other"]))
+    await enter(room, job_of(room, ordered))
+
+
+async def test_a_retry_and_its_connector(room: RemoteRoom, ordered: RemoteModel) -> None:
+    """A retry calls what its job was ordered with, though that has changed since; with none it is refused."""
+    job = job_of(room, ordered)
+    await enter(room, job)
+    assert room.database is not None
+    ledger = Ledger(room.database)
+    await room.database.call(ledger.move, job.id, JobState.CANCELLED, finished=1.0)
+    await change(room, ordered, parameters={"model": "other"})
+    await room.database.read(partial(deployed.refuse_removed, spec=job, models=job.models))
+    await delete(room, ordered)
+    within = partial(deployed.refuse_removed, spec=job, models=job.models)
+    with pytest.raises(UnknownName, match="was removed"):
+        await room.database.call(partial(ledger.open_generation, within=within), job.id, 1, {}, 0)
+    assert ledger.job(job.id)["generation"] == 0
+    await room.database.read(partial(deployed.refuse_removed, spec=job, models=job.models[1:]))
+
+
+async def test_a_connector_in_a_file_is_not_looked_for(room: RemoteRoom, tmp_path: Path) -> None:
+    """A job with one is stored, and a stored connector of the same name is not in use by it."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(connector_fields(credential={"openAI_key": "env:KEY"})))
+    model = ModelSpec("m", "connector", str(path), connector=read_file(path))
+    await enter(room, JobSpec("job_1", DatasetSpec(["x"]), [model], TableForm(), Policy(), None, "", {}, 0.0))
+    await room.remote.connectors.create(US, connector_fields(connector_id="mine"))
+    await room.remote.connectors.delete(US, "mine")

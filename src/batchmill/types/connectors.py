@@ -51,6 +51,11 @@ class Connector(Struct, frozen=True, forbid_unknown_fields=True):
     client_config: ClientConfig | None = None
     is_trusted: bool = False  # written by the operator: its URLs may lead anywhere
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is in the database; the id of one that is a file has the file's suffix."""
+        return "." not in self.id
+
     def action(self, kind: str) -> Action | None:
         """Return the first action with this type or name."""
         return next((each for each in self.actions if kind in (each.action_type, each.name)), None)

@@ -335,7 +335,7 @@ def test_files_are_read(tmp_path):
     path = tmp_path / "my-embedder.json"
     path.write_text(json.dumps(body(credential={"key": "env:EMBEDDER_KEY"}, created_time=1)))
     read = read_file(path)
-    assert (read.id, read.is_trusted, read.credential) == ("my-embedder", True, {"key": "env:EMBEDDER_KEY"})
+    assert (read.id, read.is_trusted, read.credential) == ("my-embedder.json", True, {"key": "env:EMBEDDER_KEY"})
 
 
 FILES = {

@@ -1,20 +1,21 @@
-"""The deployed versions of a job that is to run: one that was removed since its order was checked is found as the job,
-or its retry, is stored.
+"""The deployed versions and the connectors of a job that is to run: one that was removed since its order was checked is
+found as the job, or its retry, is stored.
 
-Until the job ends, none of them is removed: `services/functions/records.py` looks at the jobs in the transaction that
-removes a version.
+Until the job ends, none of them is removed: `services/functions/records.py` and `services/remote/connector_records.py`
+look at the jobs in the transaction that removes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import sqlalchemy as sa
 
-from batchmill.errors import UnknownName
+from batchmill.errors import Conflict, UnknownName
 from batchmill.store.sql.compiled import CompiledStatement
-from batchmill.store.sql.tables import model_routes, model_versions
-from batchmill.types import ModelSpec, SchemaVersion
+from batchmill.store.sql.tables import connectors, model_routes, model_versions, remote_models
+from batchmill.types import Connector, ModelSpec, SchemaVersion
 from batchmill.wire.bundles import READY, unknown_version
 from batchmill.wire.job_spec import JobSpec
 
@@ -31,7 +32,7 @@ _LABELS = CompiledStatement(
 
 
 class ModelsRemoved(UnknownName):
-    """Versions of functions that rows of a job may name were removed."""
+    """Versions of functions, or connectors, of models that rows of a job may name were removed."""
 
     def __init__(self, message: str, models: list[ModelSpec]) -> None:
         super().__init__(message, code="model_not_found")
@@ -43,9 +44,10 @@ class ModelsRemoved(UnknownName):
 
 
 def refuse_removed(db: sa.Connection, spec: JobSpec, models: Sequence[ModelSpec] | None = None) -> None:
-    """Args: models: those that rows go to; None: all that rows of the job name.
+    """Args: models: those that rows of a retry go to; None: it is a new job, and these are all that its rows name.
 
-    Raises: UnknownName for the class of its schema; ModelsRemoved.
+    Raises: UnknownName for the class of its schema; ModelsRemoved; Conflict for a connector that was changed since the
+    order was checked. A retry calls what its job was ordered with.
     """
     if (schema := spec.form.schema) is not None and schema.version is not None:
         _refuse_class(db, schema.version)
@@ -54,6 +56,7 @@ def refuse_removed(db: sa.Connection, spec: JobSpec, models: Sequence[ModelSpec]
     gone = [model for model in used if _is_deployed(model) and _state(model, states[model.name]) != READY]
     if gone:
         raise ModelsRemoved(_problem(db, gone[0], states[gone[0].name]), gone)
+    _refuse_connectors(db, used, is_new=models is None)
 
 
 def _key_of(model: ModelSpec) -> tuple[str, str]:
@@ -76,6 +79,39 @@ def _problem(db: sa.Connection, model: ModelSpec, states: list[tuple[str, int, s
     ready = [f"{branch}/{number}" for branch, number, state in states if state == READY]
     aliases = [label for (label,) in _LABELS.rows(db, {"of_name": model.name})]
     return unknown_version(model.name, model.function.version, _state(model, states), ready, aliases)
+
+
+def _refuse_connectors(db: sa.Connection, models: Sequence[ModelSpec], *, is_new: bool) -> None:
+    used = [
+        (model, each.connector)
+        for model in models
+        for each in (model, *model.routes)
+        if each.connector is not None and each.connector.is_stored
+    ]
+    if not used:
+        return
+    stored = _stored_connectors(db, {connector.id for _, connector in used})
+    if gone := [(model, connector) for model, connector in used if connector.id not in stored]:
+        model, connector = gone[0]
+        raise ModelsRemoved(
+            f"the connector {connector.id} of the model {model.name} was removed: choose another model",
+            [model for model, _ in gone],
+        )
+    for model, connector in used if is_new else ():
+        if msgspec.json.decode(stored[connector.id], type=Connector) != connector:
+            raise Conflict(
+                f"the connector {connector.id} of the model {model.name} was changed meanwhile: send the order again",
+                code="connector_changed",
+            )
+
+
+def _stored_connectors(db: sa.Connection, ids: set[str]) -> dict[str, bytes]:
+    """Those that are shared, and those that are a model's own: they have its id."""
+    own = sa.select(remote_models.c.id, remote_models.c.spec).where(
+        remote_models.c.id.in_(ids), remote_models.c.spec.is_not(None)
+    )
+    shared = sa.select(connectors.c.id, connectors.c.spec).where(connectors.c.id.in_(ids))
+    return {id_: spec for query in (shared, own) for id_, spec in db.execute(query)}
 
 
 def _refuse_class(db: sa.Connection, version: SchemaVersion) -> None:

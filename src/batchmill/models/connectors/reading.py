@@ -323,7 +323,8 @@ def update_connector(old: Connector, fields: Mapping[str, Any]) -> tuple[Connect
 
 
 def read_file(path: Path) -> Connector:
-    """Read a trusted connector from a JSON file. The file's name is its id, and its credentials are references.
+    """Read a trusted connector from a JSON file. The file's name is its id, which no stored connector can have, and its
+    credentials are references.
 
     Raises: InvalidInput.
     """
@@ -337,10 +338,10 @@ def read_file(path: Path) -> Connector:
         raise invalid(f"the connector {path} is not a JSON object: {error}") from None
     if fields is None:
         raise invalid(f"the connector {path} is larger than {FILE_BYTES_MAX} bytes")
-    if not _ID.fullmatch(path.stem):
+    if not _ID.fullmatch(path.stem) or path.suffix != ".json":
         raise invalid(f"the name of the connector file {path} must be letters, digits, - and _, then .json")
     refuse_unknown(fields)
-    connector, secrets = read_connector(fields, id=path.stem, is_trusted=True)
+    connector, secrets = read_connector(fields, id=path.name, is_trusted=True)
     if secrets:
         raise InvalidInput(
             f"the connector {path} has the value of the credential {next(iter(secrets))!r}: "
