@@ -31,6 +31,7 @@ ROWS = {
         "owned_files",
         "owner_term",
         "part_files",
+        "run_next",
         "function_runtime",
     ),
     2: ("ports", "config", "wire", "object_store"),

@@ -13,6 +13,7 @@ from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.resting_job import RestingJob
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.run_next import start_next
 from batchmill.states import JobState
 from batchmill.store.sql.transactions import Record
 from batchmill.wire.job_spec import JobSpec
@@ -71,9 +72,9 @@ class ActiveJobs:
         """A job that has no runner."""
         return RestingJob(spec, self._tools)
 
-    def start(self, runner: JobRunner) -> JobRunner:
-        """Run a job from its stored state."""
-        runner.task = asyncio.create_task(runner.run())
+    def start(self, runner: JobRunner, *, is_next: bool = False) -> JobRunner:
+        """Run a job from its stored state. Args: is_next: before what else is ready, since a client waits for it."""
+        runner.task = start_next(runner.run()) if is_next else asyncio.create_task(runner.run())
         self._runners[runner.spec.id] = runner
         runner.task.add_done_callback(partial(self._ended, runner))
         return runner

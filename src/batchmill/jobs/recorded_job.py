@@ -45,6 +45,7 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owned_files import OwnedFiles
 from batchmill.part_files import HeldFile
+from batchmill.run_next import run_next
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
 from batchmill.store.sql.transactions import Record
@@ -71,7 +72,7 @@ class Entry(Struct, frozen=True, eq=False):
         if not self.known.done():
             self.known.set_result(known)
         if not self.answer.done():
-            self.answer.set_result(answer_of(job_id, known))
+            run_next(self.answer.get_loop(), lambda: self.answer.set_result(answer_of(job_id, known)))
 
 
 def answer_of(job_id: str, known: str | None) -> Submitted:

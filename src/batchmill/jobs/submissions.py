@@ -26,6 +26,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import full_disk_named
+from batchmill.run_next import answer_with, start_next
 from batchmill.states import JobState, PauseReason
 from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, Once, Submitted
@@ -46,7 +47,8 @@ class Submissions:
         caller waits for that, because it holds the files that are read meanwhile.
         """
         answer: Answer = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._answer(settled(order, self._space.projects), answer))
+        work = self._submit(settled(order, self._space.projects), answer)
+        task = start_next(answer_with(work, answer))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -54,21 +56,6 @@ class Submissions:
         except asyncio.CancelledError:
             await asyncio.wait({task})
             raise
-
-    async def _answer(self, order: JobOrder, answer: Answer) -> None:
-        """Submit an order. What becomes of it is the `answer`, unless its caller waits no more."""
-        try:
-            submitted = await self._submit(order, answer)
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
-        except BaseException as error:
-            if answer.done():
-                return
-            answer.set_exception(error)
-        else:
-            if not answer.done():
-                answer.set_result(submitted)
 
     async def _submit(self, order: JobOrder, answer: Answer) -> Submitted:
         """Args: answer: may be given as soon as it is known."""
@@ -162,7 +149,7 @@ class Submissions:
         await self._check_disk(spec)
         faults.point("after_describe")
         entry = Entry(once, self._tools.quota_of(spec), asyncio.get_running_loop().create_future(), answer)
-        runner = self._active.start(self._active.runner(spec, JobState.VALIDATING, entry))
+        runner = self._active.start(self._active.runner(spec, JobState.VALIDATING, entry), is_next=True)
         assert runner.task is not None, "it has been started"
         runner.task.add_done_callback(lambda _: entry.known.cancel())
         return answer_of(spec.id, await entry.known)

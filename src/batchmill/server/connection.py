@@ -21,6 +21,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, TooLarge, Unavailable
+from batchmill.run_next import run_next
 from batchmill.server.admission_control import ConnectionPool, Stage, group_of
 from batchmill.server.fast_path import FastPath, FastReply, FastRequest
 from batchmill.server.http import HttpRoot
@@ -276,6 +277,10 @@ class Connection(HttpToolsProtocol):
         self.headers += headers  # the scope holds this list object
         super().on_headers_complete()
         self.cycle.scope["state"]["cycle"] = self.cycle  # for `is_last`: its task has not begun
+
+    def _start_asgi_task(self, *request: Any) -> None:
+        """As uvicorn does it; the task begins once the data that is here has been parsed, most often the whole body."""
+        run_next(self.loop, lambda: super(Connection, self)._start_asgi_task(*request))
 
     def _on_fast_path_timeout(self) -> None:
         """Leave the fast path because the body is slow; the normal path reads it piece by piece with a time limit."""

@@ -58,7 +58,7 @@ class Call(Struct, frozen=True):
     def on_delivered(self, callback: Callback) -> None:
         """Run `callback` once the whole reply is delivered; never, if the client disconnects before.
 
-        Concurrency: the callback begins before any later request is handled.
+        Concurrency: the callback begins before any later request is handled that is no upload.
         """
         self.callbacks.append(callback)
 

@@ -28,6 +28,7 @@ from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import sync_folder
 from batchmill.ports.clock import Clock
+from batchmill.run_next import answer_with, start_next
 from batchmill.services.files import records as file_records
 from batchmill.services.files.arrivals import Arrivals
 from batchmill.services.files.incoming import (
@@ -481,8 +482,10 @@ class FileWriter:
         """
         record = self._files.record(self.id, self._project, purpose=purpose, filename=filename, expires_s=expires_s)
         record = msgspec.structs.replace(record, bytes=self._incoming.size_bytes)
-        self._storing = asyncio.create_task(self._files.store(record, self._incoming, within))
-        await asyncio.shield(self._storing)  # a cancelled caller must not leave a record without bytes
+        stored = asyncio.get_running_loop().create_future()
+        # In a task of its own: a cancelled caller must not leave a record without bytes.
+        self._storing = start_next(answer_with(self._files.store(record, self._incoming, within), stored))
+        await stored
         if self._writing is not None:
             self._writing.end(is_kept=True)
         self._files.end_incoming(self.id)
@@ -491,10 +494,8 @@ class FileWriter:
     async def discard(self) -> None:
         """Remove the bytes unless they were committed. Safe to call twice."""
         await self._incoming.discard()
-        if self._storing is not None:
-            if not self._storing.done():
-                await asyncio.wait({self._storing})
-            self._storing.exception()  # the caller of `commit` got it, or was cancelled
+        if self._storing is not None and not self._storing.done():
+            await asyncio.wait({self._storing})
         self._files.end_incoming(self.id)
 
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseUnavailable, TermOver
+from batchmill.run_next import run_next
 from batchmill.store.sql.transactions import Notes, note_statement, notes_of
 
 T = TypeVar("T")
@@ -247,5 +248,9 @@ def _resolve(ended: Ended) -> None:
 
 def resolve(ended: Ended) -> None:
     """Have callers learn their results. On the event loop."""
-    for call, result, error in ended:
-        call.resolve(result, error)
+
+    def resolve_all() -> None:
+        for call, result, error in ended:
+            call.resolve(result, error)
+
+    run_next(ended[0][0].loop, resolve_all)
