@@ -37,6 +37,7 @@ SPLIT = (
 
 # Files whose tests run once on SQLite and once on PostgreSQL.
 ON_BOTH = (
+    "jobs/test_begun_retries.py",
     "jobs/test_commits.py",
     "jobs/test_finishing.py",
     "jobs/test_ledger.py",

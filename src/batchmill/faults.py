@@ -34,6 +34,11 @@ REUSE_POINTS = (  # results of an earlier job are taken over
     "in_reuse_segment",  # a block of results is in the kernel, the job's other rows are not looked up
     "after_reuse",  # all of them are on disk, the ledger says validating
 )
+RETRY_POINTS = (  # a retry of a job with a folder
+    "after_retry_plan",  # its plan is written, the job is as it was
+    "after_retry_spec",  # so is job.json, the ledger says that the job has ended
+    "after_retry",  # it is stored, and still recorded as begun
+)
 SPAN_POINTS = (  # rows that nodes check
     "after_span",  # what a node found is in the store, the owner does not know it
     "after_spans",  # the nodes have checked all rows, nothing is sealed

@@ -20,7 +20,7 @@ from batchmill.ports.executors import Executor
 from batchmill.ports.jobs import Adapters
 from batchmill.store.disk_room import DiskQuota
 from batchmill.store.file_log import FileLog
-from batchmill.store.stored_files import LocalFiles
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import JobView, ProjectQuotas
 
 
@@ -28,7 +28,7 @@ def job_service(
     data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, idle_timeout_s: float = 0.0,
     machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
     retention: RetentionEntry = RetentionEntry(), is_shared: bool = False,
-    projects: Mapping[str, ProjectEntry] = {}, log: FileLog | None = None,
+    projects: Mapping[str, ProjectEntry] = {}, log: FileLog | None = None, stored: StoredFiles | None = None,
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
     commit_log = CommitLog(ledger)
@@ -37,9 +37,8 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    space = JobSpace(
-        data_dir, DiskQuota(ledger.database, data_dir, quotas), LocalFiles(log), is_shared=is_shared, projects=projects
-    )
+    disk_quota = DiskQuota(ledger.database, data_dir, quotas)
+    space = JobSpace(data_dir, disk_quota, stored or LocalFiles(log), is_shared=is_shared, projects=projects)
     return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)
 
 

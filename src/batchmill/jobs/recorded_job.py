@@ -269,7 +269,7 @@ class RecordedJob:
         await self._enter()
         self.spec, self._prepared_in = replace(self.spec, is_small=False), None
         self.files = self._tools.scratch.files(self.spec)
-        self._stored = JobStorage(self._tools.stored, self.files)
+        self._stored.move(self.files)
         await self._write_spec(self.spec)
 
     async def _write_spec(self, spec: JobSpec) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from batchmill.errors import (
     BatchmillError,
     DatabaseUnavailable,
@@ -13,8 +15,10 @@ from batchmill.errors import (
     StorageFailed,
     StorageFull,
     TermOver,
+    UnknownName,
 )
 from batchmill.jobs.active_jobs import ActiveJobs
+from batchmill.jobs.ledger import begun_retries
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.core_task import was_cut_off
 from batchmill.jobs.ledger.files import clear_unsealed, read_spec, sweep_orphans
@@ -23,6 +27,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.transitions import Transitions
 from batchmill.owned_files import OwnedFiles
 from batchmill.states import JobState, PauseReason
+from batchmill.store.sql.transactions import Record
 
 ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from providers may take longer
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
@@ -42,6 +47,7 @@ class Recovery:
         """
         to_resume: list[str] = []
         data_dir, owned = self._tools.data_dir, OwnedFiles(self._tools.database.term)
+        await self._undo_retries(owned)
         unfinished = await self._read(job_records.unfinished)
         with suppress(TermOver):  # a job that goes on clears its own
             await asyncio.to_thread(clear_unsealed, data_dir, [record["id"] for record in unfinished], owned)
@@ -58,6 +64,25 @@ class Recovery:
         with suppress(TermOver):  # the next owner does it
             await asyncio.to_thread(sweep_orphans, data_dir, job_ids, owned)
         return to_resume
+
+    async def _undo_retries(self, owned: OwnedFiles) -> None:
+        """Remove the files of retries that an earlier owner did not store."""
+        data_dir = self._tools.data_dir
+        for job_id, generation in await asyncio.to_thread(begun_retries.left_in, data_dir):
+            with suppress(BatchmillError, OSError):  # the next owner tries again
+                record = await self._find(job_id)
+                if record is None or record["compacted"] is not None or record["generation"] >= generation:
+                    await asyncio.to_thread(begun_retries.forget, data_dir, job_id, generation, owned)
+                else:
+                    spec = read_spec(record["spec"])
+                    job = self._active.resting(replace(spec, is_small=False))
+                    await job.undo_retry(spec, generation)
+
+    async def _find(self, job_id: str) -> Record | None:
+        try:
+            return await self._read(job_records.find, job_id)
+        except UnknownName:
+            return None
 
     async def wait_ending(self) -> None:
         """Wait for jobs that are ending, at most `ENDING_S`."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from msgspec.structs import replace
 
-from batchmill.errors import InvalidTransition
+from batchmill import faults
+from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidTransition, TermOver
 from batchmill.jobs.early_end import early_end_of
 from batchmill.jobs.intake import retries
 from batchmill.jobs.intake.adapters import AdapterWork
+from batchmill.jobs.intake.retries import Target
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
-from batchmill.jobs.ledger import deployed, packed
+from batchmill.jobs.ledger import begun_retries, deployed, packed
+from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.records import columns_of
 from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.runner_tools import RunnerTools
@@ -34,43 +39,85 @@ class RestingJob(RecordedJob):
 
     async def resume(self) -> None:
         """Leave PAUSED for the state in which the job continues, with this spec."""
-        record = await self._begin_again()
-        await self._stored.bring_plans(record)
-        await self._write_spec(self.spec)
-        if record["cancelling"] is not None:
-            state, reason = JobState.CANCELLING, early_end_of(record).reason
-        else:
-            state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
-        await self._move(state, reason=reason, message="", **columns_of(self.spec), **moved_columns(record, self.spec))
+        try:
+            record = await self._begin_again()
+            await self._stored.bring_plans(record)
+            await self._write_spec(self.spec)
+            if record["cancelling"] is not None:
+                state, reason = JobState.CANCELLING, early_end_of(record).reason
+            else:
+                state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
+            moved = columns_of(self.spec) | moved_columns(record, self.spec)
+            await self._move(state, reason=reason, message="", **moved)
+        finally:
+            self._stored.release()  # its runner brings what it needs
 
     async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
-        """Queue the failed rows of an ended job again, as `change` says.
+        """Queue the failed rows of an ended job again, as `change` says. If it is refused, nothing of it is left.
 
-        Raises: InvalidTransition, InvalidInput; UnknownName where a version of a function that they go to, or of the
-        class of the schema, has been removed.
+        Raises: InvalidTransition, InvalidInput; UnknownName where a version of a function or a connector that they go
+        to, or the class of the schema, has been removed.
         """
-        job_id, record = self.spec.id, await self._begin_again()
-        await self._bring(record)
-        if not self._is_planned(record):
-            raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
-        generation = record["generation"] + 1
-        spec, target = retries.prepared(self.spec, change, model, generation, self._clock.now())
-        self.spec = await AdapterWork(self._tools.adapters, self._offload).check_again(spec, target.used)
+        try:
+            record = await self._begin_again()
+            await self._bring(record)
+            if not self._is_planned(record):
+                raise InvalidTransition(f"the job {self.spec.id} ended before its rows were planned: submit it again")
+            generation = record["generation"] + 1
+            spec, target = retries.prepared(self.spec, change, model, generation, self._clock.now())
+            self.spec = await AdapterWork(self._tools.adapters, self._offload).check_again(spec, target.used)
+            async with self._begun(record, generation):
+                await self._open_generation(generation, target)
+        finally:
+            self._stored.release()
+
+    async def _open_generation(self, generation: int, target: Target) -> None:
+        job_id, packed_files = self.spec.id, None
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
             order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
             opened = await plan_retry(replace(order, term=self._term.path), self._offload)
-            await self._tools.scratch.store(self.spec)
-            if not self.spec.is_small:
+            if self.spec.is_small:
+                packed_files = await asyncio.to_thread(lambda: packed.pack(packed.folders_of(self.files)))
+            else:
                 await self._stored.publish(self.files.plan(generation))
+        faults.point("after_retry_plan")
         await self._write_spec(self.spec)
+        faults.point("after_retry_spec")
         limit = self._tools.quota_of(self.spec)
         models = [self.spec.models[number] for number in opened.models]
         await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit),
+            None if limit is None else (self.spec.project, limit), packed=packed_files,
             within=partial(deployed.refuse_removed, spec=self.spec, models=models), **columns_of(self.spec),
         )  # fmt: skip
+        faults.point("after_retry")
+
+    @asynccontextmanager
+    async def _begun(self, record: Record, generation: int) -> AsyncIterator[None]:
+        """Leave no files of a retry that is refused meanwhile. Those of a small job are in its transaction."""
+        if self.spec.is_small:
+            yield
+            return
+        place = self._tools.data_dir, self.spec.id, generation
+        await asyncio.to_thread(begun_retries.begin, *place, self._owned)
+        try:
+            yield
+        except DatabaseUnavailable:
+            raise  # it may be stored all the same: the next owner knows
+        except (BatchmillError, OSError):
+            with suppress(BatchmillError, OSError):  # the next owner tries again
+                if (await self._record())["generation"] < generation:
+                    await self.undo_retry(read_spec(record["spec"]), generation)
+            raise
+        with suppress(TermOver, OSError):
+            await asyncio.to_thread(begun_retries.forget, *place, self._owned)
+
+    async def undo_retry(self, stored: JobSpec, generation: int) -> None:
+        """Remove the files of a retry that is not stored. Raises: TermOver, StorageFailed, OSError."""
+        await asyncio.to_thread(begun_retries.undo, self.files, stored, generation, self._owned)
+        await self._tools.stored.remove(self.files.plan(generation))
+        await asyncio.to_thread(begun_retries.forget, self._tools.data_dir, stored.id, generation, self._owned)
 
     async def _begin_again(self) -> Record:
         """The record of a job to continue. A small one that began without a cluster gets files in the data directory.

@@ -316,12 +316,12 @@ class Ledger:
 
     def open_generation(
         self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
-        *, within: Callable[[sa.Connection], object] | None = None, **fields: object,
+        *, packed: bytes | None = None, within: Callable[[sa.Connection], object] | None = None, **fields: object,
     ) -> None:  # fmt: skip
         """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows).
 
         `fields` of the job's record are set with it. `quota`: its project, and how many unfinished jobs that may have.
-        `within` is called in the transaction, before anything is changed.
+        `packed`: the files of a small job. `within` is called in the transaction, before anything is changed.
 
         Raises: OverQuota.
         """
@@ -344,6 +344,8 @@ class Ledger:
             forget_counts(db, UNFINISHED_JOBS)  # one more that had ended
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
+            if packed is not None:
+                store_packed(db, job_id, packed)
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
             _count_errors(db, job_id, settled, {})
 

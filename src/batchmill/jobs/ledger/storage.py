@@ -38,6 +38,10 @@ class JobStorage:
         self._stored, self._files = stored, files
         self._holder = f"job {uuid.uuid4().hex}"  # a reader that ends releases nothing of the job's runner
 
+    def move(self, files: JobFiles) -> None:
+        """The job's files are these from now on. What was brought stays until `release`."""
+        self._files = files
+
     async def bring(self, spec: JobSpec, record: Mapping[str, Any]) -> None:
         """Bring inputs, dataset, plans and segments, which stay until `release`. No worker may run rows of the job.
 
