@@ -173,12 +173,12 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
             f"file of the secrets {config.secrets_key} is in it: set secrets.key_file to a path outside of it, and "
             "give every machine that may run the server this file"
         )
-    stored = require(STORED, "[storage] objects").open_files(
-        database, config.data_dir, config.storage.objects, config.storage.cache_bytes,
-        has_nodes=config.cluster.executor is not None,
-    )  # fmt: skip
     claim_prefix = require(CLAIM_PREFIX, "[storage] objects")
     claimed = await claim_prefix(database, config.storage.objects, describe(config))
+    stored = require(STORED, "[storage] objects").open_files(
+        database, config.data_dir, config.storage.objects, config.storage.cache_bytes, claimed.term,
+        has_nodes=config.cluster.executor is not None,
+    )  # fmt: skip
     await stack.enter_async_context(claimed.renewing())
     await stored.open()
     stack.push_async_callback(stored.close)
@@ -203,7 +203,7 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
     config = store.config
     isolation = await asyncio.to_thread(isolation_of_config, config.functions, config.data_dir)
     storage = _storage_of(config, environ)
-    return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation, storage)
+    return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation, storage, store.stored.term)
 
 
 def _storage_of(config: Config, environ: Mapping[str, str] | None) -> Storage | None:
@@ -344,6 +344,7 @@ async def open_owner(
             adapters=models.adapters, schema_code=versions, retention=config.retention, children=_children_of(prepared),
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
+        store.stored.term.listen(jobs.refuse_storage)
         await jobs.recover(resume_server_jobs=serves)
         if not serves:  # a server sweeps regularly
             with contextlib.suppress(TermOver):  # the next owner does it

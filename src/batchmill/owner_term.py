@@ -13,11 +13,14 @@ import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
-from batchmill.errors import TermOver
+from batchmill.errors import StorageFailed, TermOver, Unavailable
 
 _TIME = struct.Struct("d")
 POLL_S = 0.05
+_PREFIX = ",prefix="  # in a path: before the file of a `PrefixTerm`
+_NOT_RENEWED = "the owner.json of [storage] was not renewed in time: another database may have taken the prefix over"
 
 
 def now_s() -> float:
@@ -71,9 +74,11 @@ class TermFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.write(0.0)
 
-    def write(self, until_s: float) -> None:
-        """Args: until_s: as `now_s`."""
-        os.pwrite(self._fd, _TIME.pack(until_s), 0)
+    def write(self, until_s: float, refusal: str = "") -> None:
+        """Args: until_s: as `now_s`. refusal: see `PrefixTerm`."""
+        data = _TIME.pack(until_s) + refusal.encode()
+        os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
 
 
 class ReadTerm(Term):
@@ -119,6 +124,84 @@ class PatientTerm(Term):
             time.sleep(POLL_S)
 
 
+class PrefixTerm(Term):
+    """How long this process may change objects below the prefix of its object store: as long as it may act for the
+    owner of its database, and the prefix surely belongs to that database. See `store.prefix_owner`.
+
+    Args: until_s: as `now_s`; `math.inf`: there is no such prefix. clock: as `now_s`.
+    """
+
+    def __init__(self, owner: Term, until_s: float, clock: Callable[[], float] = now_s) -> None:
+        self._owner, self._clock = owner, clock
+        self.until_s, self.refusal = until_s, ""  # why it is over for good, unless the prefix is given back
+        self._file: TermFile | None = None
+        self._listeners: list[Callable[[StorageFailed], None]] = []
+
+    @property
+    def path(self) -> str:
+        if self._file is None:
+            self._file = TermFile()
+            self._file.write(self.until_s, self.refusal)
+        return f"{self._owner.path}{_PREFIX}{self._file.path}"
+
+    def left_s(self) -> float:
+        return min(self._owner.left_s(), self.until_s - self._clock())
+
+    def check(self) -> None:
+        """Raises: TermOver; StorageFailed once the prefix is another database's, Unavailable while it may be."""
+        self._owner.check()
+        if self.refusal:
+            raise StorageFailed(self.refusal)
+        if self.until_s <= self._clock():
+            raise Unavailable(_NOT_RENEWED, code="store_unavailable")
+
+    def renew(self, until_s: float, refusal: str = "") -> None:
+        """Args: refusal: the prefix belongs to another database; nothing is changed there until it is renewed."""
+        self.until_s, self.refusal = until_s, refusal
+        if self._file is not None:
+            self._file.write(until_s, refusal)
+
+    def listen(self, listener: Callable[[StorageFailed], None]) -> None:
+        """Have `listener` called by `announce`."""
+        self._listeners.append(listener)
+
+    def announce(self) -> None:
+        """Call the listeners if the prefix belongs to another database."""
+        for listener in self._listeners if self.refusal else ():
+            listener(StorageFailed(self.refusal))
+
+
+class _ReadPrefixTerm(PrefixTerm):
+    """The `PrefixTerm` of another process, of which this one is a child."""
+
+    def __init__(self, owner: Term, path: str) -> None:
+        super().__init__(owner, 0.0)
+        self._path = path
+
+    @property
+    def path(self) -> str:
+        return f"{self._owner.path}{_PREFIX}{self._path}"
+
+    def left_s(self) -> float:
+        self._read()
+        return super().left_s()
+
+    def check(self) -> None:
+        self._read()
+        super().check()
+
+    def _read(self) -> None:
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            raise _over() from None
+        (self.until_s,) = _TIME.unpack_from(data)
+        self.refusal = data[_TIME.size :].decode(errors="replace")
+
+
 def term_at(path: str) -> Term:
     """The term of the owner that this process works for. Args: path: see `Term.path`."""
-    return ReadTerm(path) if path else ENDLESS
+    path, _, prefix_path = path.partition(_PREFIX)
+    owner = ReadTerm(path) if path else ENDLESS
+    return _ReadPrefixTerm(owner, prefix_path) if prefix_path else owner

@@ -15,6 +15,7 @@ from batchmill.jobs.pools.pool import Death, Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.replicas import Load
+from batchmill.models.secrets import NoSecrets
 from batchmill.owner_term import ENDLESS
 from batchmill.types import ModelSpec, Provision
 from batchmill.wire.messages import Failed, Provide
@@ -25,6 +26,8 @@ FIRST, SECOND = Provision({"secret:service": "first"}), Provision({"secret:servi
 
 class Secrets:
     """`ports.executors.Provisions` whose answer a test sets; None: a secret is missing."""
+
+    storage_term = NoSecrets.storage_term
 
     def __init__(self) -> None:
         self.now: Provision | None = FIRST

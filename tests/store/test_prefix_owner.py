@@ -17,13 +17,15 @@ from fakes.faulty_objects import faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
 from batchmill.config import Config, StorageEntry
-from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
+from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput, StorageFailed, Unavailable
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import parse_url
+from batchmill.owner_term import ENDLESS, PrefixTerm, now_s, term_at
 from batchmill.services.data_dirs.databases import describe
 from batchmill.services.doctor import check_storage
 from batchmill.store import prefix_owner
-from batchmill.store.prefix_owner import NAME, WATCH_S, PrefixClaim, PrefixOwner
+from batchmill.store.objects import StoreObjects
+from batchmill.store.prefix_owner import LEASE_S, NAME, RETRY_S, WATCH_S, PrefixClaim, PrefixOwner
 from batchmill.store.sql.database import Database
 
 BUCKET = "owned"
@@ -86,7 +88,9 @@ async def test_another_database_is_refused(tmp_path: Path, url: str) -> None:
 
 
 async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """If its owner does not renew it. The former one is refused; if it still runs, it says so, and writes nothing."""
+    """If its owner does not renew it. The former one is refused; if it still runs, it changes no object any more, and
+    says whose the prefix is, until it is given back.
+    """
     if url.startswith("memory"):
         return
     former = await claimed(tmp_path / "one", url)
@@ -101,13 +105,52 @@ async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pyt
         await claim(tmp_path / "one", url)
     assert logged(caplog) == []
     before = prefix_owner.find_owner(former.store)
+    objects, heard = StoreObjects(url, former.term), []
+    former.term.listen(heard.append)
+    objects.put("one", b"1")
+    former.term.announce()
     former.renew()
-    assert "was taken over by another ledger" in caplog.text and "stop this server" in caplog.text
+    former.term.announce()
+    assert "was taken over by another ledger" in caplog.text and "Stop the other server" in caplog.text
     assert prefix_owner.find_owner(former.store) == before
+    for term in (former.term, term_at(former.term.path)):
+        objects = StoreObjects(url, term)
+        for change in (lambda: objects.put("two", b"2"), lambda: objects.delete(["one"])):  # noqa: B023 - called here
+            with pytest.raises(StorageFailed, match=r"of the database of two.* Stop the other server and run"):
+                change()
+        assert objects.get("one") == b"1" and objects.find("two") is None
+    assert [error.message for error in heard] == [former.term.refusal]
     caplog.clear()
     take_over(tmp_path / "one", url)
     former.renew()
-    assert logged(caplog) == [], "it got the prefix back: that is no copy of its database"
+    former.term.announce()
+    assert logged(caplog) == [] and len(heard) == 1, "it got the prefix back: that is no copy of its database"
+    for term in (former.term, term_at(former.term.path)):
+        StoreObjects(url, term).delete(["one"])
+
+
+async def test_what_is_not_renewed_may_be_another_databases(tmp_path: Path, url: str) -> None:
+    """Objects are changed only for a while after a renewal, which ends before another process can have taken the prefix
+    over: also by children and workers of an owner that is stopped.
+    """
+    made, now = await claimed(tmp_path / "one", url), now_s()
+    assert now + 0.9 * LEASE_S < made.term.until_s <= now + LEASE_S < now + WATCH_S - 2 * RETRY_S
+    worker, child = PrefixTerm(ENDLESS, 0.0), term_at(made.term.path)
+    for each in (made.term, child):
+        each.check()
+    for until_s, is_over in ((now - 1.0, True), (now + LEASE_S, False)):
+        made.term.renew(until_s)
+        worker.renew(now + made.term.left_s(), made.term.refusal)
+        for each in (made.term, child, worker):
+            assert each.is_over() == is_over
+            store = ObjectStore(parse_url(url), retry_s=0.0, term=each)
+            if is_over:
+                with pytest.raises(Unavailable, match="was not renewed in time"):
+                    store.put("one", b"1", overwrite=True)
+            else:
+                store.put("one", b"1", overwrite=True)
+    made.term.renew(now - 1.0)
+    assert made.renew() and not made.term.is_over()
 
 
 async def test_a_prefix_whose_owner_lives(tmp_path: Path, url: str) -> None:

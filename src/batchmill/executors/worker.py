@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import resource
 import socket
@@ -37,7 +38,7 @@ from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
 from batchmill.object_store.credentials import has_credentials, joined
 from batchmill.optional import require
-from batchmill.owner_term import now_s
+from batchmill.owner_term import PrefixTerm, now_s
 from batchmill.ports.engines import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
@@ -107,11 +108,12 @@ class Worker:
             self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
         # One that must hear from its owner sends every heartbeat.
-        is_limited = start.is_owned_for_a_time
+        is_limited = start.is_owned_for_a_time or start.is_stored_for_a_time
         self._heartbeat_s, self._idle_heartbeat_s = (
             (0.0, 0.0) if is_limited else (channel.heartbeat_s, channel.idle_heartbeat_s)
         )
         self._term = OwnerTerm(now_s, is_limited=start.is_owned_for_a_time)
+        self._storage_term = PrefixTerm(self._term, 0.0 if start.is_stored_for_a_time else math.inf)
         self._validators = Validators(lambda jobs: self._feed.hold_answers(jobs))
         self._feed = GrantFeed(
             want=lambda job, grants: self._send(RequestRows(job, grants)),
@@ -122,7 +124,7 @@ class Worker:
             grants_max=1 if start.model.is_handed_over else channel.grants_max,
             ahead_s=0.0 if start.model.is_handed_over else channel.ahead_s,
         )
-        self._objects = _open_objects(start.provision.storage, self._term)
+        self._objects = _open_objects(start.provision.storage, self._storage_term)
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
             refused=self.fail, pace_s=self._commit_pace_s,
@@ -265,6 +267,7 @@ class Worker:
             case FlowCredit(id_, size):
                 self._answering.add_credit(id_, size)
             case Renewed():
+                self._storage_term.renew(message.at + message.storage_left_s, message.storage_refusal)
                 if self._term.renew(message):
                     self._feed.wake()
             case Drain():
@@ -454,7 +457,7 @@ class Worker:
         return pace_s if any(held.undone for held in self._held.values()) else 0.0
 
     async def _beat(self) -> None:
-        if self._term.is_over():  # it begins nothing before the reply
+        if self._storage_term.is_over():  # it begins nothing before the reply, or puts nothing
             self._send(Heartbeat(self._engine.stats(), now_s()))
         sent, sent_at, counted_at = None, 0.0, 0.0
         while True:
@@ -504,7 +507,7 @@ def _open_rows(message: Open) -> DatasetRows:
     return open_rows(home, seal, access)
 
 
-def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | None:
+def _open_objects(storage: Storage | None, term: PrefixTerm) -> ObjectSegments | None:
     if storage is None:
         return None
     worker_environment.lend(storage.environ)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, UnknownName
+from batchmill.errors import BatchmillError, StorageFailed, UnknownName
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.object_store.urls import is_object_url
+from batchmill.owner_term import PrefixTerm
 from batchmill.ports.clock import Clock
 from batchmill.states import PauseReason
 from batchmill.store.disk_room import DiskQuota, DiskReserve
@@ -133,13 +134,22 @@ def _has_room(folders: Sequence[Path]) -> bool:
 class StalledJobs:
     """Jobs that a server resumes by itself: out of disk space, or ending while a provider does not respond."""
 
-    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, disk_quota: DiskQuota) -> None:
-        """Args: disk_quota: counts the bytes of projects."""
+    def __init__(
+        self, data_dir: Path, database: Database, active: ActiveJobs, disk_quota: DiskQuota, storage: PrefixTerm
+    ) -> None:
+        """Args: disk_quota: counts the bytes of projects. storage: of what is stored."""
         self._data_dir, self._database, self._active, self._disk_quota = data_dir, database, active, disk_quota
+        self._storage = storage
         self.stranded: set[str] = set()  # a server's jobs whose stored state is wrong: it could not be written
 
     async def poll(self) -> Sequence[Stalled]:
-        """The jobs to resume. Pauses running jobs of projects that have no disk quota left."""
+        """The jobs to resume. Pauses running jobs of projects that have no disk quota left; all, if nothing can be
+        stored.
+        """
+        if refusal := self._storage.refusal:
+            for runner in self._active.all_running():  # those that were begun since
+                runner.refuse_storage(StorageFailed(refusal))
+            return []
         await self._pause_over_quota()
         read, disk_quota = self._database.read, self._disk_quota
         self.stranded |= self._active.unstored

@@ -418,7 +418,7 @@ class RecordedJob:
                 f"the media of job {self.spec.id} are to be copied to [storage] objects, which is not set any more: "
                 "set it, or start over with --restart"
             )
-        return CopyOrder(prefix_of(self.spec.id), store=stored.url, term=self._term.path)
+        return CopyOrder(prefix_of(self.spec.id), store=stored.url, term=stored.term.path)
 
     async def _clear_refused(self) -> None:
         """Remove what was made of a dataset of which no row runs."""

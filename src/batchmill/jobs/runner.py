@@ -91,6 +91,10 @@ class JobRunner(RecordedJob):
         self._halt(JobPaused(message, reason=reason))
         await self.wait_stopped()
 
+    def refuse_storage(self, error: StorageFailed) -> None:
+        """Pause, because nothing can be stored where the job needs it."""
+        self._halt(error)
+
     def refuse_more(self, error: OverQuota) -> None:
         """Pause a job that runs rows, because there is no room for more results."""
         if self._is_running_rows:

@@ -13,7 +13,7 @@ import msgspec
 
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
-from batchmill.errors import InvalidTransition, UnknownName
+from batchmill.errors import InvalidTransition, StorageFailed, UnknownName
 from batchmill.jobs import samples, views
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audits import Audits
@@ -99,7 +99,7 @@ class JobService:
         self._transitions = Transitions(self._tools, self._active)
         self._deadlines = self._transitions.deadlines
         self._submissions = Submissions(space, self._tools, self._active, self._deadlines)
-        self._stalled = StalledJobs(data_dir, database, self._active, disk_quota)
+        self._stalled = StalledJobs(data_dir, database, self._active, disk_quota, stored.term)
         self._recovery = Recovery(self._tools, self._active, self._stalled, self._transitions)
         self._maintenance = Maintenance(
             clock, self._disk_reserve, self._stalled.poll, self._recovery.resume_or_note, self._tidy
@@ -108,6 +108,11 @@ class JobService:
     def listen_ends(self, listener: EndListener) -> None:
         """Have something stored with the end of each short job."""
         self._tools.end_listeners.append(listener)
+
+    def refuse_storage(self, error: StorageFailed) -> None:
+        """Pause every job, because nothing can be stored."""
+        for runner in self._active.all_running():
+            runner.refuse_storage(error)
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import redaction
 from batchmill.models.addresses import Private, read_private
+from batchmill.owner_term import ENDLESS, PrefixTerm
 from batchmill.types import Isolation, ModelSpec, Provision
 from batchmill.types.connectors import Storage
 
@@ -62,6 +64,8 @@ def version() -> int:
 
 class NoSecrets:
     """A `ports.executors.Provisions` without secrets: a worker that needs one fails because it is missing."""
+
+    storage_term = PrefixTerm(ENDLESS, math.inf)
 
     async def of(self, model: ModelSpec) -> Provision:
         return Provision()

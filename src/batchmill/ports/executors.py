@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from batchmill.owner_term import PrefixTerm
 from batchmill.types import ModelSpec, Provision
 from batchmill.types.cluster import ClusterView, NodeWork
 
@@ -50,6 +51,10 @@ class PlacedHandle(Protocol):
 
 class Provisions(Protocol):
     """Makes the provisions of workers: all that they get besides their model."""
+
+    @property
+    def storage_term(self) -> PrefixTerm:
+        """How long workers may write to their object store."""
 
     async def of(self, model: ModelSpec) -> Provision:
         """Make the provision of a worker of this model. Raises: ModelFailed, naming a missing secret."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import uuid
@@ -23,7 +24,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.errors import BatchmillError, StorageFailed, TermOver
 from batchmill.owned_files import OwnedFiles, discard
-from batchmill.owner_term import Term
+from batchmill.owner_term import PrefixTerm, Term
 from batchmill.part_files import sync_folder
 from batchmill.ports.storage import Objects
 from batchmill.store import catalog, folder_objects
@@ -47,10 +48,11 @@ log = logging.getLogger("batchmill.owner")
 
 
 def open_files(
-    database: Database, data_dir: Path, url: str, cache_bytes: int, *, has_nodes: bool = False
+    database: Database, data_dir: Path, url: str, cache_bytes: int, term: PrefixTerm, *, has_nodes: bool = False
 ) -> ObjectFiles:
     """Raises: InvalidConfig for a URL at which there can be no store."""
-    return ObjectFiles(database, data_dir, StoreObjects(url, database.term), cache_bytes, url=url, has_nodes=has_nodes)
+    objects = StoreObjects(url, term)
+    return ObjectFiles(database, data_dir, objects, cache_bytes, url=url, has_nodes=has_nodes, term=term)
 
 
 class _Copy(Struct, frozen=True):
@@ -88,9 +90,10 @@ class ObjectFiles:
 
     def __init__(
         self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int, *, url: str = "",
-        has_nodes: bool = False,
+        has_nodes: bool = False, term: PrefixTerm | None = None,
     ) -> None:  # fmt: skip
         self.has_nodes, self.url = has_nodes, url
+        self.term = term or PrefixTerm(database.term, math.inf)
         self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
         self._objects: Objects = _OwnersObjects(objects, database.term)
         self._owned = OwnedFiles(database.term)  # of the local copies, which a successor on this machine uses

@@ -3,7 +3,8 @@
 Two databases at one prefix would each remove what the other has named. The id is in the database, so a process that
 opens it, on whatever machine or from a backup, owns the prefix too. Each such process writes an id of its own life, and
 renews the object every minute: so one that opens a copy of the database is noticed, and a prefix whose owner lives is
-not taken over.
+not taken over. Objects are changed only for LEASE_S after a renewal (`PrefixTerm`): before another process can have
+taken the prefix over.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from msgspec.structs import replace
 from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import ObjectInfo, parse_url
-from batchmill.owner_term import Term
+from batchmill.owner_term import PrefixTerm, Term, now_s
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import ledger
 
 NAME = "owner.json"
 RETRY_S = 10.0
 RENEW_S = 60.0
+LEASE_S = RENEW_S + 4 * RETRY_S  # so long after a renewal objects are changed
 WATCH_S = 2 * RENEW_S + RETRY_S  # so long an object is watched before its owner is taken for dead
 OWNER_BYTES_MAX = 64 * 1024
 
@@ -71,6 +73,7 @@ class PrefixClaim:
         """Args: term: of the owner of the database."""
         self.own, self.is_written = own, False
         self._term = _ClaimTerm(term)
+        self.term = PrefixTerm(term, 0.0)  # of all other objects
         self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, term=self._term)
 
     @contextlib.asynccontextmanager
@@ -91,32 +94,38 @@ class PrefixClaim:
         while True:
             await asyncio.sleep(pause_s)
             pause_s = RENEW_S if await asyncio.to_thread(self.renew) else RETRY_S  # well within WATCH_S
+            self.term.announce()
 
     def renew(self) -> bool:
-        """Write that this process lives, and log what else uses the prefix. It goes on whatever it finds: who it has
-        to yield to is for a person to decide.
+        """Write that this process lives, and log what else uses the prefix. Once that is another database's, nothing
+        is changed there, until a person gives the prefix back. Which of two copies of a database has to yield is for a
+        person to decide, too.
 
         Returns: False: it should be tried again soon.
         """
         try:
             self._term.check()
-            owner = None if (seen := self.store.find(NAME)) is None else self.read(seen)
-            if owner is not None and owner.ledger != self.own.ledger:
-                log.error(
-                    "%s was taken over by another ledger (%s, of %s, %s): stop this server, whose files are not safe "
-                    "there any more", self.store.url, owner.ledger, owner.database, owner,
-                )  # fmt: skip
-                return True
-            if owner is not None and self.is_written and owner.life not in ("", self.own.life):
-                log.error(
-                    "%s is used by a copy of this database, too (of %s, %s): stop one of the two, since each removes "
-                    "objects of the other", self.store.url, owner.database, owner,
-                )  # fmt: skip
-            self.write(seen)
+            try:
+                self._renew()
+            except Conflict:  # another process was faster
+                self._renew()
             return True
         except (BatchmillError, OSError) as error:
             log.warning("%s/%s could not be renewed: %s", self.store.url, NAME, error)
             return False
+
+    def _renew(self) -> None:
+        owner = None if (seen := self.store.find(NAME)) is None else self.read(seen)
+        if owner is not None and owner.ledger != self.own.ledger:
+            self.term.renew(0.0, _lost(self.store.url, owner))
+            log.error("%s", self.term.refusal)
+            return
+        if owner is not None and self.is_written and owner.life not in ("", self.own.life):
+            log.error(
+                "%s is used by a copy of this database, too (of %s, %s): stop one of the two, since each removes "
+                "objects of the other", self.store.url, owner.database, owner,
+            )  # fmt: skip
+        self.write(seen)
 
     def read(self, seen: ObjectInfo) -> PrefixOwner:
         """The owner of a prefix that was this database's, which an object that cannot be understood leaves so."""
@@ -128,9 +137,10 @@ class PrefixClaim:
 
     def write(self, seen: ObjectInfo | None) -> None:
         """Args: seen: what is replaced. Raises: Conflict where another process was faster."""
-        self.own = replace(self.own, renewed=time.time())
+        began_s, self.own = now_s(), replace(self.own, renewed=time.time())
         _put(self.store, self.own, seen)
         self.is_written = True
+        self.term.renew(began_s + LEASE_S)
 
 
 async def claim(database: Database, url: str, place: str) -> PrefixClaim:
@@ -169,6 +179,15 @@ def refusal(url: str, owner: PrefixOwner) -> str:
         f"{url} belongs to another ledger ({owner.ledger}, of {owner.database}, {owner}): set [storage] objects to "
         "another prefix. If that database is lost, or this one replaces it for good, `batchmill storage owner "
         "--take-over` gives the prefix to this one"
+    )
+
+
+def _lost(url: str, owner: PrefixOwner) -> str:
+    """Why a database may not use its prefix any more, and the ways out."""
+    return (
+        f"{url} was taken over by another ledger ({owner.ledger}, of {owner.database}, {owner}): nothing is written or "
+        "removed there any more, and jobs wait. Stop the other server and run `batchmill storage owner --take-over` "
+        "here: they then go on. Or stop this one, copy the objects to another prefix, and set [storage] objects to it"
     )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from batchmill.owner_term import ENDLESS, PrefixTerm
 from batchmill.wire.messages import StoredFile
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ class StoredFiles(Protocol):
         """Whether workers run on nodes of a cluster, which see none of this machine's files: what they write is in the
         store alone.
         """
+
+    @property
+    def term(self) -> PrefixTerm:
+        """How long objects may be changed."""
 
     def references(self, *paths: Path) -> list[StoredFile]:
         """Where those of these paths are kept that have a local copy, or are in a folder that has."""
@@ -103,6 +109,7 @@ class LocalFiles:
 
     is_elsewhere = has_nodes = False
     url = ""
+    term = PrefixTerm(ENDLESS, math.inf)
 
     def __init__(self, log: FileLog | None = None) -> None:
         self.log = log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 
 import msgspec
@@ -53,6 +54,7 @@ class Start(Struct, frozen=True, tag="start"):
     gpus: list[str] | None = None  # the devices of this worker; None: devices are not assigned
     poison: Poison = Poison()
     is_owned_for_a_time: bool = False  # begin nothing but while a Renewed is valid
+    is_stored_for_a_time: bool = False  # put no object but while a Renewed is valid
 
 
 class Open(Struct, frozen=True, tag="open"):
@@ -197,11 +199,14 @@ class FlowCredit(Struct, frozen=True, tag="flow_credit"):
 class Renewed(Struct, frozen=True, tag="renewed"):
     """Owner: when the Heartbeat of time `at` arrived, the database was its own for `left_s` more.
 
-    The worker begins nothing after `at + left_s` of its own clock: by then, another process may be the owner.
+    The worker begins nothing after `at + left_s` of its own clock: by then, another process may be the owner. It puts
+    no object after `at + storage_left_s`, or once there is a reason not to: see `owner_term.PrefixTerm`.
     """
 
     at: float
     left_s: float
+    storage_left_s: float = math.inf
+    storage_refusal: str = ""
 
 
 class Drain(Struct, frozen=True, tag="drain"):

@@ -296,7 +296,10 @@ class Pool:
             try:
                 poison = self._tools.quarantine.poison(self.model.source)
                 is_limited = self._dispatcher.term.left_s() < math.inf
-                start = Start(name, self.model, str(home), replica.number, provision, capacity.gpus, poison, is_limited)
+                is_stored = self._tools.provisions.storage_term.until_s < math.inf
+                start = Start(
+                    name, self.model, str(home), replica.number, provision, capacity.gpus, poison, is_limited, is_stored
+                )
                 handle = await self._tools.executor.start(start)
             except OSError as error:
                 self._fail(_not_started(error))
@@ -425,9 +428,9 @@ class Pool:
                     self._wake_waiters()
                     await self._dispatcher.receive(self, worker, message)
             case Heartbeat(stats, at):
-                left_s = self._dispatcher.term.left_s()
-                if 0 < left_s < math.inf:
-                    worker.handle.send(Renewed(at, left_s))
+                left_s, storage = self._dispatcher.term.left_s(), self._tools.provisions.storage_term
+                if left_s > 0 and min(left_s, storage.until_s) < math.inf:
+                    worker.handle.send(Renewed(at, left_s, storage.left_s(), storage.refusal))
                 self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
                 worker.stats = stats
             case EngineDied(_, how, in_flight):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from batchmill.models import redaction
 from batchmill.models.addresses import read_private
 from batchmill.models.providers import default_key
 from batchmill.models.secrets import SHOWN_CHARS, check_name, find_secret_flaw, missing
+from batchmill.owner_term import ENDLESS, PrefixTerm
 from batchmill.ports.clock import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.shown import Rotated, SecretInfo
@@ -267,11 +269,12 @@ class OwnerProvisions:
     def __init__(
         self, vault: Vault, private_hosts: Sequence[str], environ: Mapping[str, str] | None = None,
         isolation: Isolation | None = None, storage: Storage | None = None,
+        storage_term: PrefixTerm = PrefixTerm(ENDLESS, math.inf),
     ) -> None:  # fmt: skip
         """Raises: InvalidConfig for an invalid host."""
         read_private(private_hosts)
         self._vault, self._private_hosts, self._environ = vault, list(private_hosts), environ or {}
-        self.isolation, self._storage = isolation, storage
+        self.isolation, self._storage, self.storage_term = isolation, storage, storage_term
         self._restore: Callable[[ModelSpec], Awaitable[None]] | None = None
 
     def restore_with(self, restore: Callable[[ModelSpec], Awaitable[None]]) -> None:
