@@ -1,7 +1,7 @@
 """Jobs through servers on PostgreSQL, an object store and Ray, while a seeded series of faults arrives.
 
 One server owns the database and another stands by; a third one has its workers on a Ray cluster, if
-BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray]; a fourth one has SQLite in its data directory. Each fault
+BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray]; others have SQLite in their data directories. Each fault
 strikes in the middle of a batch, while clients create batches of five rows, cancel some, read their results and remove
 files. Then all batches are audited: one batch a create, one outcome a row, the right content, a sound ledger, and
 everything as a client has seen it. Linux only.
@@ -27,11 +27,16 @@ from shutil import copyfile, rmtree
 
 import harness
 import httpx2
-from fault_campaign import DATABASE, ROWS, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from fault_campaign import ALONE, CRAMPED, DATABASE, RAY, ROWS, Campaign, Injection, Outcome, Undo
 from fault_clients import LOOK_S, TIMEOUT_S, Clients
+from fault_servers import CrampedServer, LossyServer, RayCluster, Server
 from transaction_pooler import TransactionPooler
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
+
+sys.path.insert(0, str(harness.ROOT / "tests"))
+from fakes.lossy_disk.disk import BYTES_LEFT, COMPILER, NAMES_LEFT
+from fakes.small_disk import are_namespaces_allowed
 
 HOSTILE_ACTOR = harness.ROOT / "tests" / "fakes" / "hostile_actor.py"
 AWAY_S = 30.0
@@ -215,8 +220,7 @@ def pooled_server(campaign: Campaign, outcome: Outcome) -> Undo:
 
 
 def on_ray(campaign: Campaign) -> tuple[Server, RayCluster]:
-    assert campaign.ray is not None and campaign.cluster is not None, "a fault of Ray without Ray"
-    return campaign.ray, campaign.cluster
+    return campaign.others[RAY], campaign.cluster
 
 
 def signal_one(name: str, number: signal.Signals) -> Injection:
@@ -303,8 +307,7 @@ def hostile_pickle(campaign: Campaign, outcome: Outcome) -> Undo:
 
 
 def alone(campaign: Campaign) -> Server:
-    assert campaign.alone is not None, "a fault of the server on SQLite without it"
-    return campaign.alone
+    return campaign.others[ALONE]
 
 
 def kill_and_start(campaign: Campaign, server: Server) -> None:
@@ -348,6 +351,31 @@ def alone_ended(campaign: Campaign, outcome: Outcome) -> Undo:
     return nothing
 
 
+def power_lost(campaign: Campaign, _: Outcome) -> Undo:
+    """Power is lost: every process ends, and what was not synced may be gone. The server is started again."""
+    server = alone(campaign)
+    assert isinstance(server, LossyServer)
+    names, content = campaign.chance.choice(NAMES_LEFT), campaign.chance.choice(BYTES_LEFT)
+    server.disk.lose_power(campaign.chance, names, content)
+    server.wait()
+    server.start()
+    campaign.wait_for(server)
+    return nothing
+
+
+def disk_full(campaign: Campaign, _: Outcome) -> Undo:
+    """Others take all the room of the disk, and for some seconds what the server makes free."""
+    server = campaign.others[CRAMPED]
+    assert isinstance(server, CrampedServer)
+    deadline = time.monotonic() + campaign.chance.uniform(0, 8)
+    server.disk.fill()
+    while time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        server.disk.fill()
+    server.disk.make_room()
+    return nothing
+
+
 # Each fault, and how many of 240 it is.
 FAULTS: dict[str, tuple[Injection, int]] = {
     "store_slow_down": (store_fault("slow_down"), 22), "store_reset": (store_fault("reset"), 22),
@@ -371,9 +399,16 @@ RAY_FAULTS: dict[str, tuple[Injection, int]] = {
 ALONE_FAULTS: dict[str, tuple[Injection, int]] = {
     "alone_killed": (alone_killed, 12), "alone_group_killed": (alone_group_killed, 8),
     "alone_stopped": (alone_stopped, 4), "alone_ended": (alone_ended, 4), "alone_worker_killed": (worker_killed, 6),
-    "alone_worker_stopped": (worker_stopped, 2),
+    "alone_worker_stopped": (worker_stopped, 2), "power_lost": (power_lost, 16),
 }  # fmt: skip
-ALL_FAULTS = {**FAULTS, **RAY_FAULTS, **ALONE_FAULTS}
+CRAMPED_FAULTS: dict[str, tuple[Injection, int]] = {"disk_full": (disk_full, 8)}
+ALL_FAULTS = {**FAULTS, **RAY_FAULTS, **ALONE_FAULTS, **CRAMPED_FAULTS}
+# The server that the rows go to, where it is none of the first two.
+TARGETS = {
+    **dict.fromkeys(RAY_FAULTS, RAY),
+    **dict.fromkeys(ALONE_FAULTS, ALONE),
+    **dict.fromkeys(CRAMPED_FAULTS, CRAMPED),
+}
 TAKE_OVERS = ("end_sessions", "database_stopped", "database_away", "owner_killed", "owner_ended", "owner_lost",
               "owner_stopped", "owner_cut_off")  # fmt: skip
 
@@ -392,13 +427,27 @@ def series(seed: int, count: int, kinds: list[str]) -> Iterator[str]:
         yield from rest
 
 
+def possible(kinds: list[str], *, has_objects: bool) -> list[str]:
+    """Those of the kinds that can be injected here; says why others cannot."""
+    lacking: dict[str, str] = {}
+    if not os.environ.get("BATCHMILL_RAY_PYTHON"):
+        lacking |= dict.fromkeys(RAY_FAULTS, "BATCHMILL_RAY_PYTHON is not set")
+    if COMPILER is None:
+        lacking["power_lost"] = "there is no C compiler"
+    if not are_namespaces_allowed():
+        lacking["disk_full"] = "this user may not mount a file system"
+    for why in {lacking[kind] for kind in kinds if kind in lacking}:
+        print(f"without some faults: {why}", file=sys.stderr)
+    return [kind for kind in kinds if kind not in lacking and (has_objects or kind not in OBJECT_FAULTS)]
+
+
 @contextmanager
 def running_campaign(arguments: argparse.Namespace, kinds: list[str]) -> Iterator[Campaign]:
     clients = Clients(arguments.clients, arguments.pause) if arguments.clients else None
     with harness.work_folder() as folder, ExitStack() as stack:
         yield Campaign(
-            folder, arguments.seed, stack, has_ray=not RAY_FAULTS.keys().isdisjoint(kinds),
-            has_alone=not ALONE_FAULTS.keys().isdisjoint(kinds), has_objects=not arguments.files, clients=clients,
+            folder, arguments.seed, stack, others={TARGETS[kind] for kind in kinds if kind in TARGETS},
+            has_objects=not arguments.files, clients=clients,
         )  # fmt: skip
 
 
@@ -437,13 +486,7 @@ def main() -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     outcomes: list[Outcome] = []
     began = time.monotonic()
-    has_ray = bool(os.environ.get("BATCHMILL_RAY_PYTHON"))
-    kinds = [
-        kind for kind in arguments.kinds or (ALL_FAULTS if has_ray else {**FAULTS, **ALONE_FAULTS})
-        if not (arguments.files and kind in OBJECT_FAULTS)
-    ]  # fmt: skip
-    if not has_ray:
-        print("without the faults of Ray: BATCHMILL_RAY_PYTHON is not set", file=sys.stderr)
+    kinds = possible(arguments.kinds or list(ALL_FAULTS), has_objects=not arguments.files)
     with running_campaign(arguments, kinds) as campaign:
         for number, fault in enumerate(series(arguments.seed, arguments.faults, kinds), 1):
             if time.monotonic() - began > arguments.seconds:
@@ -451,7 +494,7 @@ def main() -> None:
             try:
                 if fault in TAKE_OVERS:
                     campaign.ensure_standby()
-                target = campaign.ray if fault in RAY_FAULTS else campaign.alone if fault in ALONE_FAULTS else None
+                target = campaign.others[TARGETS[fault]] if fault in TARGETS else None
                 outcomes.append(campaign.strike(fault, ALL_FAULTS[fault][0], target))
             except (AssertionError, harness.CommandFailed, subprocess.TimeoutExpired, httpx2.HTTPError) as error:
                 outcomes.append(Outcome(fault, flaws=[f"did not recover: {error!r}"]))

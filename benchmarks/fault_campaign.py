@@ -1,8 +1,8 @@
-"""The servers of `cluster_faults.py`, the batches that run through them, and the audit of both. Linux only.
+"""The batches of `cluster_faults.py`, the servers that they run through, and the audit of both. Linux only.
 
-Two servers share one PostgreSQL database and one object store, each behind proxies of its own. A third one has a
-database of its own and its workers on a Ray cluster, if BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray].
-A fourth one has nothing but its data directory, with SQLite in it.
+Two servers share one PostgreSQL database and one object store. A third one has a database of its own and its workers on
+a Ray cluster, if BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray]. Two have nothing but their data
+directories, with SQLite in them: one on a disk that loses its power, one on a small disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,155 +37,26 @@ from fault_clients import (
     order_of,
     upload_of,
 )
+from fault_servers import (
+    BUCKET,
+    RAY_CONFIG,
+    ClusterServer,
+    CrampedServer,
+    LossyServer,
+    RayCluster,
+    Server,
+    free_port,
+)
 
-sys.path.insert(0, str(harness.ROOT / "tests" / "cluster"))
 sys.path.insert(0, str(harness.ROOT / "tests"))
-from fakes.faulty_objects import faulty_objects
+from fakes.lossy_disk.disk import COMPILER
 from fakes.postgres_server import PostgresServer
-from fakes.s3_server import bucket_client, s3_environment, s3_server
-from fakes.tcp_proxy import TcpProxy
-from ray_support import Nodes, free_port, ray_nodes
+from fakes.s3_server import bucket_client, s3_server
 
-BUCKET, DATABASE, RAY_DATABASE = "campaign", "campaign", "campaign_ray"
+DATABASE, RAY_DATABASE = "campaign", "campaign_ray"
 ROWS, SMALL_ROWS = 100, 5
+RAY, ALONE, CRAMPED = "ray", "alone", "cramped"
 LONG = "text"  # begins the texts of the rows of a campaign's own batches
-CODE = """
-import time
-
-def steady(messages, model=None):
-    text = messages[-1]["content"]
-    with open({calls!r}, "a") as calls:
-        calls.write(text + "\\n")
-    time.sleep(0.007)
-    message = {{"role": "assistant", "content": text.upper()}}
-    return {{"id": "c", "object": "chat.completion", "created": 1, "model": model, "choices": [
-        {{"index": 0, "finish_reason": "stop", "message": message}}]}}
-"""
-CONFIG = """
-[models.steady]
-engine = "function"
-source = "app.py:steady"
-workers = {workers}
-"""
-DATABASE_CONFIG = """
-[database]
-url = "postgresql+psycopg://batchmill@127.0.0.1:{port}/{database}"
-[secrets]
-key_file = "{keys}"
-"""
-STORAGE_CONFIG = """
-[storage]
-objects = "s3://{bucket}/{database}"
-"""
-RAY_CONFIG = """
-[cluster]
-executor = "ray"
-address = "{address}"
-python = "{python}"
-trusted_network = true
-"""
-
-
-class Server:
-    """A `batchmill serve` with a way to its database and a way to the store."""
-
-    def __init__(
-        self, folder: Path, campaign: Campaign, s3: str, stack: ExitStack, *, data_dir: Path,
-        database: str | None = DATABASE, workers: int = 1, more: str = "",
-    ) -> None:  # fmt: skip
-        """Args: database: a name at the PostgreSQL server; None: SQLite, and no object store."""
-        self.folder, self.log, self.data_dir = folder, folder / "log", data_dir
-        folder.mkdir()
-        self.proxy = TcpProxy(campaign.postgres.port)
-        stack.callback(self.proxy.close)
-        self.store = stack.enter_context(faulty_objects(s3))
-        self.environment = {**os.environ, **s3_environment(self.store.url)}
-        (folder / "app.py").write_text(CODE.format(calls=str(campaign.calls)))
-        config = CONFIG.format(workers=workers)
-        if database is not None:
-            config += DATABASE_CONFIG.format(port=self.proxy.port, database=database, keys=campaign.folder / "keys")
-            if campaign.has_objects:
-                config += STORAGE_CONFIG.format(bucket=BUCKET, database=database)
-        (folder / "batchmill.toml").write_text(config + more)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = [str(harness.BATCHMILL), "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait(TIMEOUT_S)
-
-    def is_owner(self) -> bool:
-        try:
-            return httpx2.get(f"{self.url}/v1/batches", timeout=2, verify=False).status_code == 200
-        except httpx2.HTTPError:
-            return False
-
-    def is_standing_by(self) -> bool:
-        try:
-            return httpx2.get(f"{self.url}/v1/batches", timeout=2, verify=False).status_code == 503
-        except httpx2.HTTPError:
-            return False
-
-    def processes(self, name: str = "") -> list[int]:
-        """The processes below this server whose command holds `name`."""
-        assert self.process is not None
-        return named(harness.tree_of(self.process.pid)[1:], name)
-
-    def writes(self) -> int:
-        """Requests of this server that changed the store."""
-        return sum(self.store.count(method) for method in ("PUT", "POST", "DELETE"))
-
-
-def named(pids: list[int], name: str) -> list[int]:
-    """Those whose command holds `name`."""
-    found = []
-    for pid in pids:
-        try:
-            command = Path("/proc", str(pid), "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue  # it has ended
-        if name in command:
-            found.append(pid)
-    return found
-
-
-class RayCluster:
-    """A head without a CPU and two nodes with one each, at one address, however often it is started again."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._port = free_port()
-        self._stack = stack.enter_context(ExitStack())
-        self.nodes: Nodes
-        self.start()
-
-    def start(self) -> None:
-        self.nodes = self._stack.enter_context(ray_nodes(0, 1, 1, port=self._port))
-        self.alive, self._last = [1, 2], 2
-
-    def end(self) -> None:
-        self._stack.close()
-
-    def replace_node(self, number: int) -> None:
-        """Add a node for one that was removed."""
-        self.nodes.does("add 1")
-        self._last += 1
-        self.alive[self.alive.index(number)] = self._last
-
-    def processes(self, name: str) -> list[int]:
-        return named(harness.tree_of(self.nodes.pid), name)
 
 
 @dataclass
@@ -211,56 +82,62 @@ class Campaign:
     """The servers, their databases, store and cluster, and the rows that run through them.
 
     Args:
-        has_ray: with the third server.
-        has_alone: with the fourth server.
+        others: the servers beside the first two: RAY, ALONE, CRAMPED.
         has_objects: without, the servers keep everything in their data directories.
         clients: that create short batches all the time. None: nobody does.
     """
 
+    cluster: RayCluster  # if there is the server RAY
+
     def __init__(
-        self, folder: Path, seed: int, stack: ExitStack, *, has_ray: bool, has_alone: bool = False,
-        has_objects: bool = True, clients: Clients | None = None,
+        self, folder: Path, seed: int, stack: ExitStack, *, others: Collection[str] = (), has_objects: bool = True,
+        clients: Clients | None = None,
     ) -> None:  # fmt: skip
-        self.has_objects, self.clients = has_objects, clients
+        self.clients, self._has_objects = clients, has_objects
         self.folder, self.chance, self.calls = folder, random.Random(seed), folder / "calls"
         self.calls.touch()
         self.postgres = PostgresServer("fsync=on", "shared_buffers=32MB", "autovacuum=off")
         stack.callback(self.postgres.close)
         self.postgres.create_database(DATABASE)
-        s3 = stack.enter_context(s3_server())
-        stack.enter_context(bucket_client(s3, BUCKET))
-        self.servers = [
-            Server(folder / name, self, s3, stack, data_dir=folder / "data") for name in ("first", "second")
-        ]
-        self.ray: Server | None = None
-        self.cluster: RayCluster | None = None
-        self.alone: Server | None = None
-        self.target: Server | None = None  # that the rows go to; None: to whichever of the two is the owner
-        if has_ray:
-            self._add_ray(s3, stack)
-        if has_alone:
-            self.alone = Server(folder / "alone", self, s3, stack, data_dir=folder / "alone" / "data", database=None)
-            self.servers.append(self.alone)
+        self._s3, self._stack = stack.enter_context(s3_server()), stack
+        stack.enter_context(bucket_client(self._s3, BUCKET))
+        self.owner, self.standby = (
+            self._cluster_server(name, folder / "data", DATABASE) for name in ("first", "second")
+        )
+        self.others: dict[str, Server] = {name: self._other(name) for name in others}
+        self.servers: list[Server] = [self.owner, self.standby, *self.others.values()]
+        self.target: Server | None = None  # that the rows go to; None: to whichever of the first two is the owner
         stack.callback(self.end_servers)
-        self.owner, self.standby = self.servers[:2]
-        for each in (self.owner, *self.servers[2:]):
+        for each in (self.owner, *self.others.values()):
             each.start()
         harness.wait_until(self.owner.is_owner, TIMEOUT_S, "the first owner", look_s=LOOK_S)
         self.standby.start()
         harness.wait_until(self.standby.is_standing_by, TIMEOUT_S, "the standby", look_s=LOOK_S)
-        for each in self.servers[2:]:
+        for each in self.others.values():
             self.wait_for(each)
         self.texts = 0
 
-    def _add_ray(self, s3: str, stack: ExitStack) -> None:
-        self.postgres.create_database(RAY_DATABASE)
-        self.cluster = RayCluster(stack)
-        python = os.environ["BATCHMILL_RAY_PYTHON"]
-        self.ray = Server(
-            self.folder / "ray", self, s3, stack, data_dir=self.folder / "ray" / "data", database=RAY_DATABASE,
-            workers=2, more=RAY_CONFIG.format(address=self.cluster.nodes.address, python=python),
+    def _cluster_server(
+        self, name: str, data_dir: Path, database: str, *, workers: int = 1, config: str = ""
+    ) -> ClusterServer:
+        return ClusterServer(
+            self.folder / name, self.calls, data_dir, self.postgres.port, database, self._s3, self._stack,
+            keys=self.folder / "keys", has_objects=self._has_objects, workers=workers, config=config,
         )  # fmt: skip
-        self.servers.append(self.ray)
+
+    def _other(self, name: str) -> Server:
+        folder = self.folder / name
+        if name == ALONE and COMPILER is not None:
+            return LossyServer(folder, self.calls, self._stack)
+        if name == ALONE:
+            return Server(folder, self.calls, folder / "data")
+        if name == CRAMPED:
+            return CrampedServer(folder, self.calls, self._stack)
+        self.postgres.create_database(RAY_DATABASE)
+        self.cluster = RayCluster(self._stack)
+        python = os.environ["BATCHMILL_RAY_PYTHON"]
+        config = RAY_CONFIG.format(address=self.cluster.nodes.address, python=python)
+        return self._cluster_server(name, folder / "data", RAY_DATABASE, workers=2, config=config)
 
     def wait_for(self, server: Server) -> None:
         harness.wait_until(server.is_owner, TIMEOUT_S, f"the server {server.folder.name}", look_s=LOOK_S)

@@ -17,27 +17,28 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import harness
-from fault_campaign import Campaign, Outcome, Server
+from fault_campaign import Campaign, Outcome
 from fault_clients import TIMEOUT_S
+from fault_servers import ClusterServer
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
 ROWS, BEFORE = 2000, 50
 TAKEN = "this server has taken the database over"
 LIMITS_S = {"kill -9": 10.0, "SIGSTOP": 15.0, "cut network": 15.0}
-START: dict[str, Callable[[Server], None]] = {
+START: dict[str, Callable[[ClusterServer], None]] = {
     "kill -9": lambda server: server.signal(signal.SIGKILL),
     "SIGSTOP": lambda server: server.signal(signal.SIGSTOP),
     "cut network": lambda server: server.proxy.cut(),
 }
-END: dict[str, Callable[[Server], None]] = {
+END: dict[str, Callable[[ClusterServer], None]] = {
     "kill -9": lambda _: None,
     "SIGSTOP": lambda server: server.signal(signal.SIGCONT),
     "cut network": lambda server: server.proxy.mend(),
 }
 
 
-def taken(server: Server) -> int:
+def taken(server: ClusterServer) -> int:
     return server.log.read_text().count(TAKEN)
 
 
@@ -78,7 +79,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {fault: [] for fault in arguments.faults}
     outcome = Outcome("")
     with harness.work_folder() as folder, ExitStack() as stack:
-        campaign = Campaign(folder, 1, stack, has_ray=False, has_objects=not arguments.files)
+        campaign = Campaign(folder, 1, stack, has_objects=not arguments.files)
         for number in range(arguments.runs):
             for fault in arguments.faults:
                 times[fault].append(measure(campaign, fault, outcome))

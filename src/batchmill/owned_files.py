@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchmill.owner_term import ENDLESS, Term
-from batchmill.part_files import Digest, PartFile, link_over, remove_files, sync_file, sync_folder
+from batchmill.part_files import Digest, PartFile, link_over, make_folder, remove_files, sync_file, sync_folder
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
@@ -31,9 +32,11 @@ class OwnedFiles:
     # -- make ---------------------------------------------------------------------------------------------------------
 
     def make_folder(self, path: Path, *, is_new: bool = False) -> None:
-        """Make a folder and its parents, unless they are there. Raises: FileExistsError if it is to be new."""
+        """Make a folder and its parents durably, unless they are there. Raises: FileExistsError if it is to be new."""
         self.term.check()
-        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=not is_new)
+        if is_new and path.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        make_folder(path, FOLDER_MODE)
 
     def open_new(self, path: Path) -> BinaryIO:
         """Open a file to write it from its beginning, over what is there. The caller closes it."""
@@ -75,16 +78,14 @@ class OwnedFiles:
         finally:
             os.close(fd)
 
-    def write(self, path: Path, data: bytes, *, is_durable: bool = True) -> None:
+    def write(self, path: Path, data: bytes) -> None:
         """Write a file whole, and durably, in the place of an earlier one."""
         self.term.check()
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_bytes(data)
-        if is_durable:
-            sync_file(temporary)
+        sync_file(temporary)
         self.move(temporary, path)
-        if is_durable:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def allocate(self, path: Path, size_bytes: int) -> bool:
         """Make a file that takes so much of the disk. Returns whether there is room."""

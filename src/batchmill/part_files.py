@@ -154,6 +154,27 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path, mode: int = 0o700) -> None:
+    """Make a folder and its missing parents, unless they are there, and make their names durable."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(mode, exist_ok=True)
+        sync_folder(each.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make all files and folders below a folder durable, and its own name."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            if not os.path.islink(each := os.path.join(path, name)):
+                sync_file(Path(each))
+        sync_folder(Path(path))
+    sync_folder(folder.parent)
+
+
 def link_over(source: Path, target: Path) -> None:
     """Link a file to another name, in place of what has that name, which is never without a file meanwhile.
 

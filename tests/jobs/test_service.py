@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fakes.job_service import end_of
 
-from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
+from batchmill.errors import DatasetDamaged, InvalidInput, InvalidTransition, UnknownName
 from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
@@ -325,6 +325,17 @@ async def test_a_copy_of_the_input_is_the_same_input(folder, opened):
     shutil.copyfile(folder / "in.jsonl", folder / "again.jsonl")
     (folder / "again.jsonl").replace(folder / "in.jsonl")
     assert (await service.submit(order(folder))).how == "finished"
+
+
+async def test_a_damaged_seal_is_named(folder, opened, tmp_path):
+    """Whether the input is the one that was sealed cannot be known: the way out is said."""
+    service = await opened()
+    first = await service.submit(order(folder))
+    await end_of(service, first.id)
+    [seal] = tmp_path.rglob(f"{first.id}/dataset/seal.json")
+    seal.write_bytes(b"")
+    with pytest.raises(DatasetDamaged, match=f"ledger rebuild {first.id}"):
+        await service.submit(order(folder))
 
 
 async def test_a_refused_dataset_runs_no_row(folder, opened):

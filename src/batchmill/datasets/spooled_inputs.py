@@ -21,6 +21,7 @@ from batchmill.datasets import layout
 from batchmill.datasets.formats import FORMATS, HEAD_BYTES, MAGIC
 from batchmill.errors import InvalidDataset, to_storage_error
 from batchmill.owned_files import OwnedFiles, discard
+from batchmill.part_files import make_folder, sync_folder
 
 FOLDER = "spooled-inputs"
 FUNCTIONS = "captured-functions"  # a folder for each function, by its contents
@@ -65,7 +66,7 @@ def adopt(part: Path, suffix: str) -> Path:
 def part_in(folder: Path) -> Iterator[Path]:
     """An empty file in `folder`, which is gone at the end if it did not get a name. Raises: StorageFull."""
     with storage_errors():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         part = folder / f"{PART}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             part.touch(mode=0o600, exist_ok=False)
@@ -90,6 +91,7 @@ def _named(part: Path, digest: str, suffix: str) -> Path:
     with part.open("rb") as file:
         os.fsync(file.fileno())
     OwnedFiles().move(part, path)  # for a command, which has no term
+    sync_folder(path.parent)
     return path
 
 
@@ -114,12 +116,12 @@ def _suffix(head: bytes, row_format: str | None) -> str:
 
 
 def keep(data_dir: Path, paths: Sequence[str], job_id: str) -> None:
-    """Say that a job reads these, where they are spooled, or FILE.py:NAME of a captured function."""
+    """Say durably that a job reads these, where they are spooled, or FILE.py:NAME of a captured function."""
     for path in map(Path, paths):
-        if path.parent == data_dir / FOLDER:
-            Path(f"{path}.{job_id}").touch(mode=0o600)
-        elif path.parent.parent == data_dir / FUNCTIONS:
-            Path(f"{path.parent}.{job_id}").touch(mode=0o600)
+        kept = path if path.parent == data_dir / FOLDER else path.parent
+        if kept.parent in (data_dir / FOLDER, data_dir / FUNCTIONS):
+            Path(f"{kept}.{job_id}").touch(mode=0o600)
+            sync_folder(kept.parent)
 
 
 def release(data_dir: Path, job_id: str, owned: OwnedFiles) -> None:

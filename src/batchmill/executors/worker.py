@@ -39,6 +39,7 @@ from batchmill.models import redaction, secrets, worker_environment
 from batchmill.object_store.credentials import has_credentials, joined
 from batchmill.optional import require
 from batchmill.owner_term import PrefixTerm, now_s
+from batchmill.part_files import make_folder
 from batchmill.ports.engines import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.ports.storage import SegmentSink
 from batchmill.states import PauseReason
@@ -295,7 +296,7 @@ class Worker:
     def _open_segment(self, folder: Path, head: SegmentHead, roll: int) -> SegmentFile:
         if self._objects is not None:
             return self._objects.segment(folder, head, roll, is_spool=self._channel.is_on_node)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a small job has none
+        make_folder(folder)  # a small job has none
         return SegmentFile(folder, head, roll)
 
     def _open(self, message: Open) -> None:

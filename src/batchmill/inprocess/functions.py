@@ -24,6 +24,7 @@ from batchmill.function_runtime.loading import LoadError
 from batchmill.function_runtime.user_code import parameters_of
 from batchmill.inprocess.identity import digest_of
 from batchmill.optional import require
+from batchmill.part_files import sync_folder, sync_tree
 from batchmill.services.data_dirs import data_dirs
 
 PICKLED = "function.pickle"
@@ -101,8 +102,10 @@ class FunctionFiles:
                 path = part / place
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path.write_bytes(content)
+            sync_tree(part)
             try:
                 part.rename(folder)
+                sync_folder(folder.parent)
             except OSError:  # another process was first
                 if not folder.is_dir():
                     raise

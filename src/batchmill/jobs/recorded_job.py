@@ -44,7 +44,7 @@ from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owned_files import OwnedFiles
-from batchmill.part_files import HeldFile
+from batchmill.part_files import HeldFile, make_folder
 from batchmill.run_next import run_next
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
@@ -432,7 +432,7 @@ class RecordedJob:
 
     def _new_publishing(self) -> Publishing:
         if self.spec.is_small:
-            self.files.output("").parent.mkdir(mode=packed.FOLDER_MODE, exist_ok=True)
+            make_folder(self.files.output("").parent, packed.FOLDER_MODE)
         return Publishing(
             self.spec, self.files, self._offload_owned, self._term.path, self._nodes,
             is_logged=self._tools.stored.log is not None,

@@ -23,6 +23,7 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, coll
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
+from batchmill.part_files import make_folder
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import (
     Block,
@@ -296,7 +297,7 @@ class _Rebuild:
         if newest_plan is first or _open_rows(newest_plan, states) == _open_rows(first, states):
             return len(maps) - 1
         home = self.files.plan(len(maps))
-        home.mkdir(exist_ok=True)
+        make_folder(home)
         rows = _open_rows(first, states)
         sizes = [shard_rows(model, rows) for model in self._spec.models]
         plan_again(first, lambda numbers: rows_in(states, numbers, OPEN), sizes, home)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
@@ -30,6 +31,7 @@ from batchmill.models.installers import Installer, Run
 from batchmill.models.redaction import without_userinfo
 from batchmill.owned_files import OwnedFiles, discard
 from batchmill.owner_term import POLL_S
+from batchmill.part_files import make_folder, sync_folder
 from batchmill.types import Isolation
 
 FOLDER = "environments"  # in the data directory
@@ -93,7 +95,7 @@ class Environments:
     @contextlib.asynccontextmanager
     async def _temporary_folder(self) -> AsyncIterator[Path]:
         """A folder beside the environments, which `sweep` removes if this process dies."""
-        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True, mode=0o700)
+        await asyncio.to_thread(make_folder, self._folder)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._folder, prefix="resolve-"))
         try:
             yield folder
@@ -164,11 +166,13 @@ class Environments:
             await installer.install(lock, base, folder, run)
             paths = await asyncio.to_thread(isolation.interpreter_folders, base)
             await asyncio.to_thread(discard, folder / UV_CACHE)
+            await asyncio.to_thread(_sync_disk, folder)
             while self._owned.term.is_over():  # a successor, which ends this process, may be building it
                 await asyncio.sleep(POLL_S)
             # Not in a thread: a cancelled build is not linked.
-            self._owned.create(_record_of(folder), msgspec.json.encode(Base(base, [*paths])))
+            self._owned.write(_record_of(folder), msgspec.json.encode(Base(base, [*paths])))
             self._owned.symlink_over(folder.name, venv)
+            sync_folder(self._folder)
         except BaseException:
             discard(_record_of(folder))
             await asyncio.shield(asyncio.to_thread(discard, folder))
@@ -395,3 +399,17 @@ def _end_of(log: Path, start: int) -> str:
         file.seek(max(start, file.seek(0, os.SEEK_END) - READ_BYTES_MAX))
         text = file.read().decode(errors="replace")
     return without_userinfo(text.strip())[-SHOWN_CHARS:]
+
+
+def _sync_disk(folder: Path) -> None:
+    """Make durable all that was written to the file system of a folder: thousands of files take minutes one by one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "syncfs"):  # Linux alone has it
+        os.sync()
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if libc.syncfs(fd):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+    finally:
+        os.close(fd)

@@ -198,9 +198,7 @@ class FileLog:
 
     def _restore(self, path: Path, source: str | None, data: bytes | None) -> None:
         """Write a file as it was. Who has it open sees the same bytes as before."""
-        if not path.parent.is_dir():
-            self._owned.make_folder(path.parent)
-            sync_folder(path.parent.parent)
+        self._owned.make_folder(path.parent)
         if data is not None:
             self._owned.overwrite(path, bytes(data))
         elif source is not None:

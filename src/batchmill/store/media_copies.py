@@ -218,7 +218,7 @@ class FolderCopies:
         if self.has(digest, len(data)):
             return
         path = Path(path_of(str(self._folder), digest))
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `finish` makes it durable
         if self._shared.link(digest, data, path):
             return
         self._unchecked += len(data)

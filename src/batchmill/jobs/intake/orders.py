@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.datasets import sealing, sources
-from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
+from batchmill.datasets.sealed import load_seal
+from batchmill.errors import InvalidDataset, InvalidInput, InvalidTransition, ModelFailed
 from batchmill.jobs.intake import fetching
 from batchmill.jobs.intake.media_orders import check_media
 from batchmill.jobs.intake.reuse_orders import ALL, DETERMINISTIC, NONE, UNREADABLE
@@ -35,7 +36,6 @@ from batchmill.types import (
     Policy,
     PromptTemplate,
     ReplyRules,
-    Seal,
 )
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import sampling
@@ -435,10 +435,10 @@ def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:
 
 
 def same_input(spec: JobSpec, files: JobFiles) -> bool:
-    """Whether the files an order names are, to the byte, those of an earlier job."""
+    """Whether the files an order names are, to the byte, those of an earlier job. Raises: DatasetDamaged."""
     try:
-        sealed = msgspec.json.decode((files.dataset / "seal.json").read_bytes(), type=Seal)
-    except FileNotFoundError:
+        sealed = load_seal(files.dataset)
+    except InvalidDataset:
         # It was never read to its end: it is read again. Where even its description is gone, so is the job.
         return files.spec.exists() and files.read_spec().dataset.paths == spec.dataset.paths
     if any(map(is_fetched, spec.dataset.paths)):  # it is read once: the sealed copy is the input

@@ -17,6 +17,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.owner_term import term_at
+from batchmill.part_files import make_folder
 from batchmill.ports.storage import SegmentSource
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import read_outcomes
@@ -87,7 +88,7 @@ def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
         models: list[int] = []
         if rows:
             home = files.plan(order.generation)
-            home.mkdir(parents=True, exist_ok=True)
+            make_folder(home)
             sizes = [plan.shard_rows(model, rows) for model in order.spec.models]
             folder = DiskFolder(home, term_at(order.term))
             planned = plan.plan_again(

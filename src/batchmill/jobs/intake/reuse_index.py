@@ -44,7 +44,7 @@ from batchmill.jobs.intake.reuse_sections import (
 )
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.part_files import PartFile
+from batchmill.part_files import PartFile, make_folder
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
 from batchmill.wire.replies import FLAWS, flaws_of
@@ -143,7 +143,7 @@ class JobIndex:
 @contextmanager
 def locked(home: Path) -> Iterator[None]:
     """One process at a time writes an index; the kernel releases the lock of one that dies."""
-    home.mkdir(mode=0o700, exist_ok=True)
+    make_folder(home)
     fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -30,6 +30,7 @@ from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.optional import require
 from batchmill.owned_files import OwnedFiles
 from batchmill.owner_term import PatientTerm, term_at
+from batchmill.part_files import make_folder
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
 from batchmill.wire.job_spec import JobSpec
@@ -258,7 +259,7 @@ class _Writer:
         self._bounds = np.array([shard.lo for shard in plan.shards()], np.uint64)
         owned = OwnedFiles(PatientTerm(term_at(order.term)))
         owned.remove(*folder.glob(f"{worker}-*.seg"))  # of an attempt that was killed: nothing of it was adopted
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
         self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, worker))
         self._held: defaultdict[Key, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
         self._bytes: defaultdict[Key, int] = defaultdict(int)

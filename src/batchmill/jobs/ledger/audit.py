@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout
+from batchmill.datasets.folders import folder_of
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import load_seal
@@ -26,7 +27,7 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, coll
 from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder, sync_folder
 from batchmill.states import JobState
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_head, read_ref, where
@@ -103,9 +104,9 @@ def _move_in(home: Path, anew: Path) -> None:
     seal = (anew / layout.SEAL).read_bytes()
     moved = seal.replace(msgspec.json.encode(str(anew))[1:-1] + b"/", msgspec.json.encode(str(home))[1:-1] + b"/")
     if moved != seal:
-        (anew / layout.SEAL).write_bytes(moved)
+        folder_of(anew).write(layout.SEAL, moved)
         layout.write_sums(anew, moved)
-    home.mkdir(exist_ok=True)
+    make_folder(home)
     names = sorted(path.name for path in anew.iterdir())
     for name in (*(name for name in names if name not in LAST), *LAST):
         os.replace(anew / name, home / name)

@@ -13,7 +13,7 @@ from batchmill.datasets import layout, sealing
 from batchmill.datasets.folders import DiskFolder
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
 from batchmill.owned_files import OwnedFiles
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder, sync_folder
 from batchmill.store.media_copies import FOLDER as MEDIA
 from batchmill.store.media_copies import prefix_of, remove_copies, shared_home
 from batchmill.types import MediaBounds, SegmentPlace
@@ -112,15 +112,13 @@ class JobFiles:
         """Create the job's folders and write `job.json`, durably. That of a small job is in the database alone."""
         if spec.is_small:
             return
-        is_first = not self.home.parent.exists()
+        make_folder(self.home.parent)
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
         with owned.part(self.spec) as file:
             file.write(msgspec.json.encode(spec))
             file.publish()
         sync_folder(self.home.parent)
-        if is_first:
-            sync_folder(self.data_dir)
 
     def is_untouched(self) -> bool:
         """Whether nothing was read or run for this job."""

@@ -23,6 +23,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.models.adapters.reading import find_mismatch, read_adapter
 from batchmill.optional import require
+from batchmill.part_files import make_folder
 from batchmill.wire.adapter_bundles import FILES, check_names, too_large
 
 HUB = "batchmill.models.adapters.hub:download"
@@ -122,9 +123,9 @@ def fetch(source: str, home: Path, *, token: str | None) -> Fetched:
     kind = kind_of(source)
     if home.is_dir():
         return measure(home)
-    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(home.parent)
     of_adapter = home.parent / STAGING / home.name
-    of_adapter.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(of_adapter)
     # The child of an owner that was cut off may go on beside that of its successor.
     work_folder = Path(tempfile.mkdtemp(dir=of_adapter))
     staged = work_folder / "adapter"

@@ -41,7 +41,7 @@ from batchmill.models.adapters.reading import RANK_MAX, configured_rank, read_ad
 from batchmill.models.secrets import KINDS, NAME
 from batchmill.models.worker_environment import FETCHERS
 from batchmill.owned_files import OwnedFiles
-from batchmill.part_files import full_disk_named
+from batchmill.part_files import full_disk_named, make_folder
 from batchmill.ports.clock import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, SHOWN_CHARS, AdapterRecord, check_name
@@ -310,7 +310,7 @@ class AdapterService:
     def incoming(self) -> Path:
         """Return an empty file for an archive that is about to be received. The caller removes it."""
         staging = self._home / fetching.STAGING
-        staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(staging)
         handle, path = tempfile.mkstemp(dir=staging, suffix=".tar.gz")
         open(handle, "wb").close()
         return Path(path)

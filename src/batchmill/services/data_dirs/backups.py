@@ -14,7 +14,7 @@ from pathlib import Path
 from batchmill import faults
 from batchmill.config import BackupsEntry
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder, sync_folder
 from batchmill.ports.clock import Clock
 from batchmill.store.names import DATABASE
 from batchmill.store.sql.damaged_database import is_sound
@@ -52,7 +52,7 @@ class Backups:
         (folder / PART).unlink(missing_ok=True)  # left by a process that was killed
         if self._entry.keep == 0:
             return None
-        folder.mkdir(exist_ok=True, mode=0o700)
+        make_folder(folder)
         if not self._is_due(folder):
             return None
         target = folder / time.strftime(f"{PREFIX}%Y%m%dT%H%M%SZ{SUFFIX}", time.gmtime(self._clock.now()))

@@ -30,6 +30,7 @@ from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known, without_userinfo
 from batchmill.models.secrets import NAME, Secret, resolve
 from batchmill.owned_files import OwnedFiles, discard
+from batchmill.part_files import make_folder, sync_tree
 from batchmill.ports.executors import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
@@ -91,14 +92,14 @@ class VersionBuilder:
 
     def incoming(self) -> Path:
         """Create an empty file in the staging folder, which `sweep` empties at the next start."""
-        self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._staging)
         handle, path = tempfile.mkstemp(dir=self._staging, suffix=".tar.gz")
         os.close(handle)
         return Path(path)
 
     async def stage(self, bundle: Path) -> Staged:
         """Unpack an archive. Raises: InvalidInput for invalid content."""
-        self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._staging)
         folder = Path(tempfile.mkdtemp(dir=self._staging))
         try:
             return await asyncio.to_thread(_stage, bundle, folder)
@@ -158,6 +159,7 @@ class VersionBuilder:
             raise ModelFailed(error.message, code="deploy_failed") from None
         finally:
             await asyncio.to_thread(_gather_log, home, self._owned)
+        await asyncio.to_thread(sync_tree, home)
         await self._stored.publish(home)
         assert spec.function is not None
         packages = [] if staged.lock is None else packages_of(staged.lock)
@@ -171,6 +173,7 @@ class VersionBuilder:
         home = self.folder(version)
         async with using(self._stored, self.folder(source)):
             await asyncio.to_thread(self._owned.copy_tree, self.folder(source), home)
+        await asyncio.to_thread(sync_tree, home)
         await self._stored.publish(home)
         assert source.spec is not None and source.spec.function is not None, "only ready versions are copied"
         version_label = f"{version.branch}/{version.number}"

@@ -21,7 +21,7 @@ from batchmill import faults
 from batchmill.errors import StorageFailed
 from batchmill.object_store.urls import ObjectInfo
 from batchmill.owner_term import Term
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder, sync_folder
 from batchmill.ports.storage import Objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
@@ -54,7 +54,7 @@ class ObjectSegments:
 
     def segment(self, folder: Path, head: SegmentHead, roll: int, *, is_spool: bool) -> ObjectSegment:
         """Args: is_spool: nobody reads the files here, so a full one is removed once the store has it."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
         return ObjectSegment(folder, head, roll, self._objects, is_spool=is_spool)
 
 
@@ -282,7 +282,7 @@ def _fetch(objects: Objects, prefix: str, path: Path, spans: list[Span], threads
     missing = [(start, end) for start, end in sorted(spans) if end > size]
     if not missing:
         return
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(path.parent)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         for start, data in _bodies(objects, prefix, path.name, missing, threads):
