@@ -29,7 +29,7 @@ from batchmill.jobs.ledger.plan import PLAN
 from batchmill.part_files import sync_folder
 from batchmill.services.data_dirs import backups, salvaged_small_jobs
 from batchmill.services.data_dirs.salvaged_small_jobs import Recovery, SalvagedSmallJobs
-from batchmill.services.data_dirs.salvaged_tables import Keys, SalvagedTables
+from batchmill.services.data_dirs.salvaged_tables import SalvagedTables
 from batchmill.services.files.files import BATCH
 from batchmill.services.files.records import FileRecord
 from batchmill.states import JobState
@@ -47,7 +47,7 @@ DAMAGED = "damaged"  # the folder for the files that were replaced
 LOGS = ("-wal", "-shm")
 LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # tables that a job's own folder can rebuild
 Progress = Callable[[str], None]
-INCOMPLETE = "incomplete.json"  # in the work folder: the tables that lost rows
+INCOMPLETE, KEYS = "incomplete.json", "keys.db"  # in the work folder: the tables that lost rows, and `SalvagedTables`
 REBUILT = "its ledger is rebuilt"
 LOST_AND_FOUND = "lost+found"
 STAGING = "staging"
@@ -158,7 +158,7 @@ class _Salvage:
         self._database = Database(self.path)
         self._ledger = Ledger(self._database)
         self._small_jobs = SalvagedSmallJobs(self._ledger, data_dir)
-        self._tables = SalvagedTables(self._database)
+        self._tables = SalvagedTables(self.path, work / KEYS, self._backup)
         self.incomplete: set[str] = set()  # tables that lost rows
         self._from_backup: set[str] = set()  # jobs whose record comes from the backup
         self._recovered: dict[str, Recovery] = {}  # job id -> what has become of it
@@ -168,6 +168,7 @@ class _Salvage:
     def close(self) -> None:
         self._damaged.close()
         self._small_jobs.close()
+        self._tables.close()
         self._database.close()
         for each in LOGS:
             assert not self.path.with_name(DATABASE + each).exists(), (
@@ -183,11 +184,11 @@ class _Salvage:
                 continue
             table_rows = self._damaged.read(table)
             copied = self._insert(table, table_rows.rows)
-            known_keys = self._tables.note_read(table, table_rows, copied)
+            self._tables.note_read(table, table_rows, copied)
             added = []
             if table_rows.is_damaged:
                 self.incomplete.add(table.name)
-                added = self._missing_rows(table, known_keys)
+                added = self._missing_rows(table)
                 self._insert(table, added)
             if table_rows.rows or added:
                 self._progress(
@@ -197,15 +198,11 @@ class _Salvage:
             self._small_jobs.restore_ledgers(self._backup, self._from_backup)
         self._tables.note_copied()
 
-    def _missing_rows(self, table: sa.Table, known_keys: Keys) -> list[Row]:
+    def _missing_rows(self, table: sa.Table) -> list[Row]:
         """Return the rows that the backup has and the damaged file has lost."""
-        if self._backup is None or table.name in LEDGER - {"jobs"} or table.name == logged_files.name:
+        if table.name in LEDGER - {"jobs"} or table.name == logged_files.name:
             return []  # what was logged then is on the disk, where another file may have its name by now
-        key = [number for number, column in enumerate(table.columns) if column.primary_key]
-        query = in_sql(sa.select(*table.columns))
-        with contextlib.closing(sqlite3.connect(f"file:{self._backup}?mode=ro&immutable=1", uri=True)) as db:
-            rows = db.execute(query).fetchall()
-        missing = [row for row in rows if tuple(row[number] for number in key) not in known_keys]
+        missing = list(self._tables.missing(table))
         if table.name == file_table.name:
             missing = [
                 row for row in missing if (self._data_dir / "files" / row[0]).exists()
