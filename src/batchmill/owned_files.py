@@ -111,7 +111,7 @@ class OwnedFiles:
             os.rename(target, aside)
         os.rename(source, target)
 
-    def link(self, source: Path, target: Path) -> None:
+    def link(self, source: Path | str, target: Path | str) -> None:
         """As `link_over`."""
         self.term.check()
         link_over(source, target)

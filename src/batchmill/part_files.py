@@ -175,7 +175,7 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def link_over(source: Path, target: Path) -> None:
+def link_over(source: Path | str, target: Path | str) -> None:
     """Link a file to another name, in place of what has that name, which is never without a file meanwhile.
 
     Raises: OSError; FileNotFoundError where `source` is not there.
@@ -183,7 +183,7 @@ def link_over(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
-        part = target.with_name(target.name + ".part")
+        part = Path(f"{target}.part")
         part.unlink(missing_ok=True)
         os.link(source, part, follow_symlinks=False)
         os.replace(part, target)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -432,7 +433,7 @@ class RecordedJob:
 
     def _new_publishing(self) -> Publishing:
         if self.spec.is_small:
-            make_folder(self.files.output("").parent, packed.FOLDER_MODE)
+            make_folder(Path(self.files.results_folder), packed.FOLDER_MODE)
         return Publishing(
             self.spec, self.files, self._offload_owned, self._term.path, self._nodes,
             is_logged=self._tools.stored.log is not None,

@@ -66,6 +66,11 @@ UNUSUAL = frozenset(
 )  # fmt: skip
 
 
+_ALL = tuple(Scope)
+# The scopes of keys that may call an operation of a scope; None: one that needs no key.
+_SCOPES_FROM = {None: frozenset(_ALL), **{scope: frozenset(_ALL[_ALL.index(scope) :]) for scope in _ALL}}
+
+
 class FastRoute(Struct, frozen=True, eq=False):
     """What a path means on the fast path."""
 
@@ -167,11 +172,10 @@ class FastPath:
         operation = route.operation
         assert not operation.spends_itself, "an operation with a fast handler is counted before it begins"
         media = operation.body.media if isinstance(operation.body, Content) else JSON
-        scopes = list(Scope)
         return FastRoute(
             route, handler, parameters, None if operation.is_raw or media == "*/*" else media,
             min(operation.bytes_max(self._root.admission.body_bytes_max), BODY_BYTES_MAX), operation.is_raw,
-            frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]), operation,
+            _SCOPES_FROM[operation.scope], operation,
         )  # fmt: skip
 
     def _caller(self, request: FastRequest) -> Caller | None:

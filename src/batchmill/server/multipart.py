@@ -7,7 +7,8 @@ Source: RFC 7578, RFC 2046 section 5.1.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
 
 from msgspec import Struct
 from python_multipart.exceptions import FormParserError
@@ -19,6 +20,7 @@ from batchmill.server.bodies import SHOWN_CHARS, InvalidField
 FIELD_BYTES_MAX = 4096  # of a text field
 PARTS_MAX = 32
 HEADERS_MAX, HEADER_BYTES_MAX = 8, 4096  # of one part
+HEADERS_KNOWN_MAX = 64
 BOUNDARY_CHARS_MAX = 70
 FORM_BYTES = 512 * 1024  # a body may have this much besides its file: fields, headers and boundaries need less
 _PLAIN_HEADER = re.compile(rb"([A-Za-z0-9-]+): *([ -~]*)")
@@ -219,7 +221,7 @@ def _bytes_before(delimiter: bytes, data: bytes) -> int:
 
 
 def _boundary(content_type: str) -> bytes:
-    media, options = parse_options_header(content_type)
+    media, options = _options(content_type)
     boundary = options.get(b"boundary", b"")
     if media != b"multipart/form-data":
         raise InvalidField("the body must have the Content-Type multipart/form-data", code="unsupported_media_type")
@@ -228,8 +230,14 @@ def _boundary(content_type: str) -> bytes:
     return boundary
 
 
+@lru_cache(HEADERS_KNOWN_MAX)
+def _options(header: str) -> tuple[bytes, Mapping[bytes, bytes]]:
+    """The value and the options of a header. Clients send few different ones, which take long to parse."""
+    return parse_options_header(header)
+
+
 def _head(headers: dict[bytes, bytes]) -> _Head:
-    kind, options = parse_options_header(headers.get(b"content-disposition", b"").decode("latin-1"))
+    kind, options = _options(headers.get(b"content-disposition", b"").decode("latin-1"))
     if kind != b"form-data" or b"name" not in options:
         raise InvalidField('a part of the form has no Content-Disposition: form-data; name="…"', code=CODE)
     encoding = headers.get(b"content-transfer-encoding", b"").strip().lower().decode("latin-1")

@@ -78,7 +78,7 @@ class FileLog:
         with self._logged(db, path, None, data):
             self._owned.create(path, data)
 
-    def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
+    def link(self, db: sa.Connection, source: Path | str, target: Path | str) -> int | None:
         """Link a file to another name, as `write`. Returns its size; None: it is not there.
 
         The link would be made again of what the file is then: `sync` before its name gets other bytes.
@@ -92,13 +92,13 @@ class FileLog:
         except FileNotFoundError:
             return None
 
-    def forget(self, db: sa.Connection, paths: Iterable[Path]) -> None:
+    def forget(self, db: sa.Connection, paths: Iterable[Path | str]) -> None:
         """Forget files that are being removed."""
         if gone := [{"of_path": self._name(path)} for path in paths]:
             _FORGET_ANY.run_all(db, gone)
 
     @contextlib.contextmanager
-    def _logged(self, db: sa.Connection, path: Path, source: str | None, data: bytes | None) -> Iterator[None]:
+    def _logged(self, db: sa.Connection, path: Path | str, source: str | None, data: bytes | None) -> Iterator[None]:
         """Store what a file is to be, then have it written.
 
         In this order: the database ends the transaction of a process that was stopped and replaced, which must not
@@ -113,7 +113,7 @@ class FileLog:
             raise
         self._has_some = True
 
-    def _name(self, path: Path) -> str:
+    def _name(self, path: Path | str) -> str:
         name = str(path)
         assert name.startswith(self._begin), f"{name} is not below {self._begin}"
         return name[len(self._begin) :]

@@ -254,7 +254,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         ],
         keys=needs_keys(spec),
         requests=stores_requests(spec),
-        columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
+        columns_max=None if output_kind(output)[0] == "jsonl" else COLUMNS_MAX,
         may_be_columnar=may_be_columnar(spec),
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
     )

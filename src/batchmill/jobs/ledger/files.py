@@ -80,7 +80,9 @@ class JobFiles:
         return shared_home(self.data_dir, project)
 
     def media_bounds(self, spec: JobSpec) -> MediaBounds:
-        copies = {"": "", "folder": str(self.media), "objects": prefix_of(spec.id)}[spec.dataset.media_copies]
+        kind = spec.dataset.media_copies
+        assert kind in ("", "folder", "objects"), f"{kind!r} is no place of copies"
+        copies = str(self.media) if kind == "folder" else prefix_of(spec.id) if kind else ""
         return MediaBounds(spec.dataset.media_bytes_max, spec.dataset.media_row_bytes_max, copies)
 
     @functools.cached_property
@@ -92,7 +94,7 @@ class JobFiles:
         """The index of the results by their requests, after the first lookup, and what stays of them for later ones."""
         return self.data_dir / "jobs" / self._job_id / REUSE
 
-    @property
+    @functools.cached_property
     def segment_place(self) -> SegmentPlace:
         return SegmentPlace(str(self.segments))
 
@@ -102,7 +104,12 @@ class JobFiles:
 
     def output(self, name: str) -> Path:
         """Where the results stay if the caller names no place. Those of small jobs share a folder."""
-        return self.home / name if self.scratch is None else self.data_dir / RESULTS / f"{self._job_id}.{name}"
+        return self.home / name if self.scratch is None else Path(f"{self.results_folder}/{self._job_id}.{name}")
+
+    @property
+    def results_folder(self) -> str:
+        """Of the results of small jobs."""
+        return f"{self.data_dir}/{RESULTS}"
 
     def partial(self, name: str) -> Path:
         """Where results that are asked for before the end are until they have been read."""

@@ -66,6 +66,8 @@ class JobStorage:
 
     async def bring_inputs(self, spec: JobSpec) -> None:
         """Bring the input files and the adapters that a server keeps."""
+        if not self._stored.is_elsewhere:
+            return
         adapters = [Path(place) for model in spec.models for place in model.adapters.values()]
         paths = [self._files.home, *map(Path, spec.dataset.paths), *adapters]
         await self._stored.fetch(*paths, holder=self._holder)

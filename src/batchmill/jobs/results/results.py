@@ -115,9 +115,10 @@ class Manifest(Struct, frozen=True):
     causes: dict[str, tuple[int, str]] = {}  # error code -> (rows, one message)
 
 
-def output_kind(path: Path) -> tuple[str, str]:
+def output_kind(path: Path | str) -> tuple[str, str]:
     """(jsonl, csv or parquet; "", ".gz" or ".zst") by the name of a result file. Raises: InvalidInput."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
+    _, *endings = os.path.basename(path).lstrip(".").lower().split(".")
+    suffixes = [f".{ending}" for ending in endings]
     packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
     kind = KINDS.get(suffixes[-1]) if suffixes else None
     if kind is None:
@@ -153,12 +154,11 @@ def written_name(output: str | None, output_format: str) -> str:
 
 def check_kind(name: str, format: str) -> None:
     """Whether results of a dataset of `format` can be of the kind that a file's name says. Raises: InvalidInput."""
-    output = Path(name)
-    kind, _ = output_kind(output)
+    kind, _ = output_kind(name)
     if format == "openai" and kind != "jsonl":
         raise InvalidInput(
-            f"results of OpenAI batch rows are JSONL: name the output {str(output.with_suffix('.jsonl'))!r}, or give "
-            "the input as a table",
+            f"results of OpenAI batch rows are JSONL: name the output {str(Path(name).with_suffix('.jsonl'))!r}, or "
+            "give the input as a table",
             code="invalid_output",
         )
     if kind == "parquet" and find_spec("pyarrow") is None:
@@ -196,7 +196,7 @@ def check_output(path: str, format: str, output_format: str = "jsonl") -> None:
 def errors_path(output: Path) -> Path:
     """Where the rows that failed go: STEM.errors.jsonl beside the output."""
     _, packed = output_kind(output)
-    stem = Path(output.name[: len(output.name) - len(packed)]).stem
+    stem = output.name[: len(output.name) - len(packed)].rpartition(".")[0]
     return output.with_name(f"{stem}.errors.jsonl")
 
 

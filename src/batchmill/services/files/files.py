@@ -282,7 +282,7 @@ class FileService:
             return  # a request for the results adopts them
         try:
             for file_id, path in found:
-                results[file_id] = self._adopted(view, file_id, path, log.link(db, Path(path), self.home / file_id))
+                results[file_id] = self._adopted(view, file_id, path, log.link(db, path, f"{self.home}/{file_id}"))
             for result in results.values():  # once none can fail: a sweep removes what neither has a record nor arrives
                 _insert_result(db, result)
             faults.point("in_adoption")

@@ -190,7 +190,9 @@ def _joined(pieces: Sequence[tuple[int, bytes]]) -> bytes:
 
 def open_segments(place: SegmentPlace) -> SegmentSource:
     """The segments of a job, for reading. Close it."""
-    folder = Path(place.folder)
-    job_id = folder.parent.name
-    files = ObjectSource(StoreObjects(place.store), job_id, place.objects) if place.store else SegmentFolder(folder)
+    if place.store:
+        job_id = Path(place.folder).parent.name
+        files = ObjectSource(StoreObjects(place.store), job_id, place.objects)
+    else:
+        files = SegmentFolder(Path(place.folder))
     return StoredSegments(files, place.blocks) if place.blocks else files

@@ -234,10 +234,20 @@ def _log_failure(future: asyncio.Future[Any]) -> None:
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
     """Have a loop, which may be that of this thread, call back soon. False: it has ended, and its tasks with it."""
     try:
-        loop.call_soon_threadsafe(callback, *args)
+        if _runs_here(loop):  # it need not be woken through its socket
+            loop.call_soon(callback, *args)
+        else:
+            loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
         return False
     return True
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def _resolve(ended: Ended) -> None:
