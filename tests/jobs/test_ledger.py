@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
-from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger import records, snapshot
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.ledger import Ledger, Verdict, undone
 from batchmill.states import JobState
@@ -44,6 +44,10 @@ def ledger(tmp_path):
     opened.create(spec())
     yield opened
     opened.close()
+
+
+def id_of(record, errors):
+    return record["id"]
 
 
 def commit(lease: Lease, seq: int, positions: list[int], *, failed: int = 0, offset: int = 0) -> Commit:
@@ -81,11 +85,27 @@ async def test_jobs_are_found_by_state_model_and_time(ledger):
         JobQuery(since=2.5): ["job_3"],
     }
     for query, found in queries.items():
-        assert [record["id"] for record, _ in await ledger.database.read(records.page, query)] == found
+        assert await ledger.database.read(records.page, query, id_of) == found
     planned = msgspec.json.encode(msgspec.structs.replace(frontend, used=["m", "m/1"]))
     ledger.move("job_3", JobState.QUEUED, via=[JobState.PLANNING], spec=planned)
-    [(record, _)] = await ledger.database.read(records.page, JobQuery(model="m/1"))
-    assert record["id"] == "job_3"
+    assert await ledger.database.read(records.page, JobQuery(model="m/1"), id_of) == ["job_3"]
+
+
+async def test_a_list_is_read_in_pieces(ledger):
+    """However many records are read at once, each job is listed once, in order, also of those made at one moment."""
+    count = 2 * records.READ_ROWS + 1
+
+    def fill(db):
+        for n in range(2, count + 1):
+            snapshot.insert_job(db, spec(f"job_{n:04}", created=2.0 + n // 200))
+
+    await ledger.database.write(fill)
+    wanted = [f"job_{n:04}" for n in range(count, 1, -1)] + ["job_1"]
+    sizes = (1, records.READ_ROWS - 1, records.READ_ROWS, records.READ_ROWS + 1, count - 1, count, count + 1, None)
+    for limit in sizes:
+        assert await ledger.database.read(records.page, JobQuery(limit=limit), id_of) == wanted[:limit], limit
+        rest = JobQuery(limit=limit, after=wanted[99])
+        assert await ledger.database.read(records.page, rest, id_of) == wanted[100:][:limit], limit
 
 
 def test_a_result_replaces_the_causes_of_errors(ledger):

@@ -168,7 +168,7 @@ class JobService:
     # -- views --------------------------------------------------------------------------------------------------------
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        return [self._at_work(views.view_of(*found)) for found in await self._read(job_records.page, query)]
+        return [self._at_work(view) for view in await self._read(job_records.page, query, views.view_of)]
 
     async def show(self, job_id: str) -> JobView:
         view = self._recent.get(job_id)

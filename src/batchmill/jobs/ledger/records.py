@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -27,6 +27,9 @@ from batchmill.wire.job_spec import JobSpec
 
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
 SHOWN_CHARS = 64  # of an unknown id, in a message
+READ_ROWS = 128  # records of a list that one statement reads
+
+T = TypeVar("T")
 
 
 class _Dataset(Struct):
@@ -104,8 +107,12 @@ def errors_of(db: sa.Connection, job_ids: Sequence[str] | sa.Select[tuple[str]])
     return found
 
 
-def page(db: sa.Connection, query: JobQuery) -> list[tuple[Record, Errors]]:
-    """Jobs, the newest first, without their problems. Raises: UnknownName for an `after` that is none of them."""
+def page(db: sa.Connection, query: JobQuery, view: Callable[[Record, Errors], T]) -> list[T]:
+    """The views of jobs, the newest first, from records without problems. A record may have a description of hundreds
+    of KiB: a database in a file reads one after the other, and PostgreSQL `READ_ROWS` at once.
+
+    Raises: UnknownName for an `after` that is none of them.
+    """
     wanted = _of_frontend(query).order_by(jobs.c.created.desc(), jobs.c.id.desc())
     if query.state is not None:
         wanted = wanted.where(jobs.c.state == query.state)
@@ -113,16 +120,30 @@ def page(db: sa.Connection, query: JobQuery) -> list[tuple[Record, Errors]]:
         wanted = wanted.where(jobs.c.id.in_(sa.select(job_models.c.job).where(job_models.c.model == query.model)))
     if query.since is not None:
         wanted = wanted.where(jobs.c.created >= query.since)
-    if query.after is not None:
-        after = db.execute(_of_frontend(query).where(jobs.c.id == query.after)).mappings().first()
-        if after is None:
-            raise UnknownName(f"there is no job {query.after[:SHOWN_CHARS]!r} to list after", code="unknown_job")
-        same = (jobs.c.created == after["created"]) & (jobs.c.id < after["id"])
-        wanted = wanted.where((jobs.c.created < after["created"]) | same)
-    records = db.execute(wanted.limit(query.limit)).mappings().all()
-    # A list without end may be longer than what one statement takes.
-    errors = errors_of(db, sa.select(jobs.c.id) if query.limit is None else [record["id"] for record in records])
-    return [(record, errors.get(record["id"], {})) for record in records]
+    after = None if query.after is None else _found_after(db, query)
+    views: list[T] = []
+    while True:
+        size = READ_ROWS if query.limit is None else min(READ_ROWS, query.limit - len(views))
+        some = (wanted if after is None else wanted.where(_is_beyond(after))).limit(size)
+        errors, before = errors_of(db, some.with_only_columns(jobs.c.id)), len(views)
+        for record in db.execute(some).mappings():
+            views.append(view(record, errors.get(record["id"], {})))
+            after = {"id": record["id"], "created": record["created"]}
+        if len(views) < before + size or len(views) == query.limit:
+            return views
+
+
+def _found_after(db: sa.Connection, query: JobQuery) -> Record:
+    wanted = _of_frontend(query).where(jobs.c.id == query.after)
+    after = db.execute(wanted.with_only_columns(jobs.c.id, jobs.c.created)).mappings().first()
+    if after is None:
+        raise UnknownName(f"there is no job {(query.after or '')[:SHOWN_CHARS]!r} to list after", code="unknown_job")
+    return after
+
+
+def _is_beyond(after: Record) -> sa.ColumnElement[bool]:
+    is_older = (jobs.c.created < after["created"]) | (jobs.c.id < after["id"])
+    return (jobs.c.created <= after["created"]) & is_older  # of which an index finds the first
 
 
 def _of_frontend(query: JobQuery) -> sa.Select:
