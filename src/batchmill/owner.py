@@ -152,7 +152,9 @@ async def open_store(config: Config, lock: int, database: Database | None = None
             clock,
             database,
             disk_quota=DiskQuota(database, config.data_dir, config.project_quotas),
-            vault=Vault(database, SecretBox(config.secrets_key), clock, config.project_quotas),
+            vault=Vault(
+                database, SecretBox(config.secrets_key, OwnedFiles(database.term)), clock, config.project_quotas
+            ),
             keys=KeyService(database, clock, config.project_quotas),
             stored=stored,
         )

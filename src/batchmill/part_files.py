@@ -80,13 +80,18 @@ class PartFile:
         with full_disk_named(self.part):
             os.fsync(self._fd)
         self._term.check()
-        is_ours = self._is_in_place()
-        os.close(self._fd)
-        self._fd = -1
-        if not is_ours:
-            raise StorageFailed(f"{self.part} is another process's now, which writes {self.path} too")
+        try:
+            self.check()
+        finally:
+            os.close(self._fd)
+            self._fd = -1
         os.replace(self.part, self.path)
         sync_folder(self.path.parent)
+
+    def check(self) -> None:
+        """Raises: StorageFailed if another process has begun the same file since."""
+        if not self._is_in_place():
+            raise StorageFailed(f"{self.part} is another process's now, which writes {self.path} too")
 
     def discard(self) -> None:
         """Drop the part unless it was published. Safe to call twice."""
@@ -128,6 +133,9 @@ class HeldFile:
 
     def flush(self) -> None:
         """There is nothing to hand to the kernel."""
+
+    def check(self) -> None:
+        """No other process writes it."""
 
     def publish(self) -> None:
         self.data = b"".join(self._pieces)

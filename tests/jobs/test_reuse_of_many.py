@@ -18,11 +18,11 @@ from fakes.job_service import job_service
 from batchmill.config import RetentionEntry
 from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import DatabaseUnavailable, TermOver
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake import adapters, orders
 from batchmill.jobs.intake.preparation import PrepareOrder, prepare
-from batchmill.jobs.intake.reuse_index import JobIndex
+from batchmill.jobs.intake.reuse_index import JobIndex, build
 from batchmill.jobs.intake.reuse_lookup import STRIPE_ROWS, look_up_offloaded
 from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, target_keys
 from batchmill.jobs.intake.reuse_requests import read_requests
@@ -77,9 +77,11 @@ async def ended(service, job_id: str) -> JobView:
     return view
 
 
-def earlier(folder: Path, view: JobView, committed=None) -> EarlierJob:
+def earlier(folder: Path, view: JobView, committed=None, term: str = "") -> EarlierJob:
     files = JobFiles(folder / "data", view.id)
-    return EarlierJob(files.read_spec(), str(folder / "data"), 0, view.finished, files.segment_place, committed)
+    return EarlierJob(
+        files.read_spec(), str(folder / "data"), 0, view.finished, files.segment_place, committed, term=term
+    )
 
 
 def look_up(folder: Path, view: JobView, jobs: list[EarlierJob], segments: str = "", term: str = "") -> Reused:
@@ -101,6 +103,19 @@ async def test_a_thousand_jobs_need_few_descriptors(tmp_path, service):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (found.rows, found.skipped) == (5, [])
+
+
+async def test_a_child_of_an_ended_owner_leaves_the_index_of_its_successor(tmp_path, service):
+    """The successor may have removed the segments: what rows may take over is in the index alone then."""
+    first = await run(service, functions(tmp_path, range(20)))
+    await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    home = tmp_path / "data" / "jobs" / first.id / "reuse"
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    assert len(before) > 2
+    for job in (earlier(tmp_path, first, term="/nonexistent"), earlier(tmp_path, first, [], term="/nonexistent")):
+        with pytest.raises(TermOver):
+            build(job)
+        assert {path.name: path.read_bytes() for path in home.iterdir()} == before
 
 
 async def test_a_child_of_a_stopped_owner_leaves_the_segments_of_its_successor(tmp_path, service):

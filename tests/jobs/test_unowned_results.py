@@ -7,11 +7,12 @@ import json
 import msgspec
 import pytest
 
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import DatabaseUnavailable, StorageFailed
 from batchmill.jobs import runner
 from batchmill.jobs.results.object_results import UploadOrder, upload_offloaded
 from batchmill.jobs.results.parts.output_folders import ObjectFolder
-from batchmill.jobs.results.results import Manifest, ResultFile
+from batchmill.jobs.results.result_lines import ResultLines
+from batchmill.jobs.results.results import Manifest, ResultFile, errors_path
 from batchmill.owner_term import TermFile, now_s
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
@@ -77,3 +78,22 @@ def test_the_children_of_a_stopped_owner_put_nothing(tmp_path):
                 step()
             assert list((tmp_path / "store").iterdir()) == []
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"part", "manifest.json", "out.jsonl"}
+
+
+@pytest.mark.parametrize("has_errors", [True, False])
+def test_a_child_of_a_replaced_owner_leaves_the_errors_of_a_later_generation(tmp_path, has_errors):
+    """It goes on after its successor has finished the job, and a retry of it: neither the file with errors that it has
+    appears, nor does the one go that it has not.
+    """
+    output = tmp_path / "out.jsonl"
+    late = ResultLines(output, True)
+    late.write(b"old\n", 1, ok=not has_errors)
+    successor = ResultLines(output, True)
+    successor.write(b"new\n", 1, ok=has_errors)
+    successor.publish()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".part"}
+    assert errors_path(output).exists() != has_errors
+    with pytest.raises(StorageFailed, match="another process's now"):
+        late.publish()
+    late.discard()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

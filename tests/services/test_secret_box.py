@@ -7,9 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from fakes.terms import SetTerm
 
 from batchmill.config import KEY_FILE
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, TermOver
+from batchmill.owned_files import OwnedFiles
 from batchmill.services.secrets import box as key_ring
 from batchmill.services.secrets.box import SecretBox
 
@@ -134,6 +136,24 @@ def test_the_key_file_is_replaced_as_a_whole(path: Path) -> None:
     left.write_bytes(b"half a key file")
     box.begin_rotation()
     assert not left.exists()
+
+
+def test_a_replaced_owner_writes_no_key_file(path: Path) -> None:
+    """Its successor may have made the file, or rotated its keys: secrets are sealed with keys that this one lacks."""
+    left_s = -1.0
+    box = SecretBox(path, OwnedFiles(SetTerm(lambda: left_s)))
+    with pytest.raises(TermOver):
+        box.seal(b"x", "one")
+    assert not path.exists()
+    successor = SecretBox(path)
+    sealed, data = successor.seal(b"hush", "one"), path.read_bytes()
+    for change in (box.begin_rotation, box.end_rotation):
+        with pytest.raises(TermOver):
+            change()
+        assert path.read_bytes() == data and [each.name for each in path.parent.iterdir()] == [path.name]
+    left_s = 1.0
+    box.begin_rotation()
+    assert SecretBox(path).open(sealed, "one") == b"hush" and path.read_bytes() != data
 
 
 def test_no_key_shows_itself(path: Path) -> None:

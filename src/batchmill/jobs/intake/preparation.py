@@ -130,7 +130,7 @@ def prepare_in(
     if may_run:
         seal = report.seal
         if stores_requests(spec):
-            write_keys(spec, dataset.path)
+            write_keys(spec, dataset.path, OwnedFiles(PatientTerm(term_at(request.term))))
         wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
         def cut(targets: list[plan.TargetPlan]) -> list[plan.ShardRows]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -44,7 +45,9 @@ from batchmill.jobs.intake.reuse_sections import (
 )
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.part_files import PartFile, make_folder
+from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import PatientTerm, term_at
+from batchmill.part_files import make_folder
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
 from batchmill.wire.replies import FLAWS, flaws_of
@@ -136,7 +139,7 @@ class JobIndex:
         if not self.job.is_reduced:
             with locked(self._home):
                 if read_head(self._home, self.job.spec.id, self.job.generation) == self._head:
-                    (self._home / INDEX).unlink(missing_ok=True)
+                    _owned_by(self.job).remove(self._home / INDEX)
         return IndexUnsound(f"the index of the job {self.job.spec.id} is damaged")
 
 
@@ -155,7 +158,8 @@ def locked(home: Path) -> Iterator[None]:
 def build(job: EarlierJob) -> IndexHead:
     """Write the index of a job from its results and its dataset."""
     home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id, Path(job.scratch) if job.scratch else None)
-    (home / INDEX).unlink(missing_ok=True)  # first: a kill leaves columns without a head, which nobody reads
+    owned = _owned_by(job)
+    owned.remove(home / INDEX)  # first: a kill leaves columns without a head, which nobody reads
     if job.committed is None:  # the owner saw an index, or the segments are gone
         raise IndexUnsound(f"the index of the job {job.spec.id} is damaged")
     with ExitStack() as open_:
@@ -163,7 +167,7 @@ def build(job: EarlierJob) -> IndexHead:
         sorts = _Sorts(home, load_seal(files.dataset).rows, open_)
         if job.results == RESULTS:
             names = [RESULTS]
-            with PartFile(home / RESULTS, 0o600) as copies:
+            with owned.part(home / RESULTS) as copies:
                 for block, lines in _blocks(job, []):
                     places = _places(job, block, lines, 0)
                     digests, targets, keys = requests.of(lines, places)
@@ -186,9 +190,21 @@ def build(job: EarlierJob) -> IndexHead:
         sections = sorts.write()
     faults.point("in_reuse_index")
     head = IndexHead(VERSION, job.spec.id, job.generation, names, sections)
-    write_head(home, head)
+    write_head(home, head, owned)
     faults.point("after_reuse_index")
     return head
+
+
+class _Copies(Protocol):
+    """A file that results are copied to."""
+
+    size_bytes: int
+
+    def write(self, data: bytes, /) -> int: ...
+
+
+def _owned_by(job: EarlierJob) -> OwnedFiles:
+    return OwnedFiles(PatientTerm(term_at(job.term)))
 
 
 def _blocks(job: EarlierJob, names: list[str]) -> Iterator[tuple[Block, list[bytes]]]:
@@ -220,7 +236,7 @@ def _places(job: EarlierJob, block: Block, lines: Sequence[bytes], file: int) ->
     return places
 
 
-def _copied(job: EarlierJob, lines: Sequence[bytes], places: np.ndarray, file: PartFile) -> np.ndarray:
+def _copied(job: EarlierJob, lines: Sequence[bytes], places: np.ndarray, file: _Copies) -> np.ndarray:
     """Write what rows may take over of some results; returns the places [n, 4] of that, zeros as in `places`."""
     may_be_taken = np.flatnonzero(places[:, 3])
     copies = job.spec.form.cut_down([lines[number] for number in may_be_taken.tolist()])

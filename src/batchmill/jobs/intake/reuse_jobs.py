@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -46,6 +45,7 @@ from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.results.parts.part_writers import each
 from batchmill.object_store.urls import is_object_url
+from batchmill.owned_files import OwnedFiles
 from batchmill.ports.clock import Clock
 from batchmill.states import ENDED
 from batchmill.store.removals import ELSEWHERE
@@ -80,6 +80,7 @@ class EarlierJobs:
     def __init__(self, space: Space, ledger: Ledger, clock: Clock, offload: Offload, scratch: Scratch) -> None:
         self._data_dir, self._stored, self._projects = space.data_dir, space.stored, space.projects
         self._ledger, self._clock, self._offload, self._scratch = ledger, clock, offload, scratch
+        self._owned = OwnedFiles(ledger.database.term)  # a successor may keep results for longer
         self._oldest: dict[str, tuple[float, float]] = {}  # project -> until when that is known, and `_oldest_of`
 
     async def count(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
@@ -208,7 +209,10 @@ class EarlierJobs:
         elif wanted.isdisjoint(section.key for section in head.sections):
             return None
         place = files.segment_place
-        return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
+        return EarlierJob(
+            spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole,
+            term=self._ledger.database.term.path,
+        )  # fmt: skip
 
     async def _index_small(self, records: Sequence[Record]) -> set[str]:
         """Have indexes of small jobs made that have none. The first lookup makes them, with copies of the results: they
@@ -254,7 +258,7 @@ class EarlierJobs:
             if job_id in known:
                 await self._stored.publish(files.reuse)
             else:  # removed meanwhile: nothing of it may stay
-                await asyncio.to_thread(shutil.rmtree, files.home, ignore_errors=True)
+                await asyncio.to_thread(self._owned.remove_tree, files.home)
         return {*failed, *(set(indexed) - known)}
 
     async def _small_job(self, record: Record, stack: AsyncExitStack) -> EarlierJob:
@@ -268,7 +272,7 @@ class EarlierJobs:
         place = replace(unpacked.segment_place, blocks=blocks)
         return EarlierJob(
             spec, str(self._data_dir), record["generation"], record["finished"], place, refs,
-            scratch=str(self._scratch.home), results=RESULTS,
+            scratch=str(self._scratch.home), results=RESULTS, term=self._ledger.database.term.path,
         )  # fmt: skip
 
     async def _keep_small(self, some: Sequence[EarlierJob]) -> dict[str, str]:
@@ -352,7 +356,10 @@ class EarlierJobs:
             generation, finished = record["generation"], record["finished"]
             committed, place = await self._committed(spec.id), files.segment_place
             results = record["output"] if _has_lines(record["output"]) else RESULTS
-            earlier = EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, results=results)
+            earlier = EarlierJob(
+                spec, str(self._data_dir), generation, finished, place, committed, results=results,
+                term=self._ledger.database.term.path,
+            )  # fmt: skip
             order = msgspec.json.encode(earlier)
             try:
                 await self._offload(KEEP, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
@@ -404,7 +411,7 @@ class EarlierJobs:
                 if record["is_deleted"] or self._is_old(record, oldest[record["project"]]):
                     await self._ledger.database.write(_forget, record)
                     await self._stored.remove(some[record["id"]])
-                    await asyncio.to_thread(_remove_index, some[record["id"]])
+                    await asyncio.to_thread(_remove_index, some[record["id"]], self._owned)
 
     def _is_old(self, record: Record, oldest: float) -> bool:
         age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
@@ -442,10 +449,9 @@ _HAS_DELETED_RESULTS = sa.exists().where(
 _HAS_RESULTS = jobs.c.state.in_(ENDED), jobs.c.rows_ok > 0, ~_HAS_DELETED_RESULTS
 
 
-def _remove_index(home: Path) -> None:
-    shutil.rmtree(home, ignore_errors=True)
-    with contextlib.suppress(OSError):  # of another job than a small one there is more
-        home.parent.rmdir()
+def _remove_index(home: Path, owned: OwnedFiles) -> None:
+    owned.remove_tree(home)
+    owned.remove_empty(home.parent)  # of another job than a small one there is more
 
 
 def _known(db: sa.Connection, job_ids: Sequence[str]) -> set[str]:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from batchmill.checksums import checksum, checksum_of
 from batchmill.config.entries import ProjectEntry
 from batchmill.datasets.layout import PIECE_BYTES, REQUESTS, TARGET
-from batchmill.part_files import PartFile
+from batchmill.owned_files import OwnedFiles
 from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import OpenAIForm
@@ -45,6 +45,7 @@ class EarlierJob(Struct, frozen=True):
     is_reduced: bool = False  # retention has removed its segments
     scratch: str = ""  # of a small job: where its dataset is unpacked, in the folder of its owner's small jobs
     results: str = ""  # the published lines to index instead of the segments; RESULTS: a copy is made and indexed
+    term: str = ""  # see `Term.path`: a successor may have removed the segments, and count on the index
 
 
 class LookupOrder(Struct, frozen=True):
@@ -99,9 +100,9 @@ class IndexHead(Struct, frozen=True):
     sections: list[Section]
 
 
-def write_head(home: Path, head: IndexHead) -> None:
+def write_head(home: Path, head: IndexHead, owned: OwnedFiles) -> None:
     data = msgspec.json.encode(head)
-    with PartFile(home / INDEX, 0o600) as file:
+    with owned.part(home / INDEX) as file:
         file.write(b"%08x\n" % checksum(data) + data)
         file.publish()
 
@@ -199,10 +200,10 @@ def is_deterministic(model: ModelSpec) -> bool:
     return model.is_deterministic or bool(routes) and all(map(is_deterministic, routes))
 
 
-def write_keys(spec: JobSpec, dataset: Path) -> None:
+def write_keys(spec: JobSpec, dataset: Path, owned: OwnedFiles) -> None:
     """Write the keys of a sealed dataset with digests: later its job's models may be others."""
     sums = [sum_of(dataset / name) for name in (REQUESTS, TARGET)]
-    with PartFile(dataset / TARGET_KEYS, 0o600) as file:
+    with owned.part(dataset / TARGET_KEYS) as file:
         deterministic = [is_deterministic(spec.models[number]) for number, _ in targets(spec.models)]
         keys = target_keys(spec, is_current=True)
         file.write(msgspec.json.encode(TargetKeys(keys, deterministic, *sums)))

@@ -47,6 +47,10 @@ class LineFile:
         self._file.publish()
         return ResultFile(str(self.path), self.rows, self._file.size_bytes)
 
+    def check(self) -> None:
+        """As `PartFile.check`."""
+        self._file.check()
+
     def discard(self) -> None:
         self._file.discard()
 
@@ -88,6 +92,7 @@ class ResultLines:
     def publish(self) -> tuple[ResultFile, ResultFile | None]:
         """(output, error file or None). The output comes last: who sees it sees everything."""
         errors = None
+        self._lines.check()  # the errors of a later generation may have been published since, or be gone
         if self._errors is not None:
             errors = self._errors.publish()
         elif self._errors_apart:

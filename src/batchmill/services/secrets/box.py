@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, TermOver
+from batchmill.owned_files import OwnedFiles, discard
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
@@ -102,8 +103,10 @@ def _parse(data: bytes) -> Ring | None:
     return Ring(keys)
 
 
-def write(path: Path, ring: Ring) -> None:
-    """Replace the key file by this ring. It is durable on return. Raises: InvalidConfig."""
+def write(path: Path, ring: Ring, owned: OwnedFiles = OwnedFiles()) -> None:
+    """Replace the key file by this ring. It is durable on return. Raises: InvalidConfig; TermOver where a successor may
+    have written keys that are not in this ring.
+    """
     if len(ring.keys) > KEYS_MAX:
         raise InvalidConfig(
             f"the key file {path} has {KEYS_MAX} keys of unfinished rotations: fix the cause of their failure first"
@@ -113,16 +116,19 @@ def write(path: Path, ring: Ring) -> None:
     try:
         _write_new(new_path, text.encode())
         faults.point("after_key_file")
-        os.rename(new_path, path)
+        owned.move(new_path, path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
         for leftover in path.parent.glob(f".{path.name}.*"):  # left by a killed process: it contains a key
-            leftover.unlink()
+            owned.remove(leftover)
+    except TermOver:
+        discard(new_path)
+        raise
     except OSError as error:
-        new_path.unlink(missing_ok=True)
+        discard(new_path)
         raise InvalidConfig(f"the key file {path} cannot be written: {error.strerror}") from None
 
 
@@ -172,9 +178,9 @@ class SecretBox:
     Concurrency: `seal`, `open` and `rewrap` from any thread.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owned: OwnedFiles = OwnedFiles()) -> None:
         """Args: `path`: the key file, which is created with the first secret."""
-        self.path = path
+        self.path, self._owned = path, owned
         self._ring: Ring | None = None
 
     def seal(self, plain: bytes, owner: str) -> bytes:
@@ -220,21 +226,21 @@ class SecretBox:
         """Create a new current key, durably. Values of older keys can still be opened."""
         ring = self._load(creates=True)
         new_ring = Ring((new_key(), *ring.keys))
-        write(self.path, new_ring)
+        write(self.path, new_ring, self._owned)
         self._ring = new_ring
 
     def end_rotation(self) -> int:
         """Remove all keys except the current one. Returns how many. Call it once all values are durably rewrapped."""
         ring = self._load()
         new_ring = Ring(ring.keys[:1])
-        write(self.path, new_ring)
+        write(self.path, new_ring, self._owned)
         self._ring = new_ring
         return len(ring.keys) - 1
 
     def _load(self, *, creates: bool = False) -> Ring:
         if self._ring is None:
             if creates and not self.path.exists():
-                write(self.path, Ring((new_key(),)))
+                write(self.path, Ring((new_key(),)), self._owned)
             self._ring = read(self.path)
         return self._ring
 
