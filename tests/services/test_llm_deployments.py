@@ -7,8 +7,24 @@ from msgspec.structs import replace
 from services.llm_room import READY, THEM, TOKEN, US, LlmRoom
 
 from batchmill.errors import Conflict, InvalidInput, ModelFailed, Unavailable, UnknownName
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.deployed import ModelsRemoved
 from batchmill.services.llms.settings import model_of
-from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Price, Scaling, Scope
+from batchmill.store.sql.tables import jobs
+from batchmill.types import (
+    Caller,
+    DatasetSpec,
+    EngineState,
+    EngineView,
+    LlmSettings,
+    ModelSpec,
+    Policy,
+    Price,
+    Scaling,
+    Scope,
+)
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.rows.forms import TableForm
 
 TINY = LlmSettings("tiny")
 LONG = LlmSettings("tiny", {"max-model-len": 2048})
@@ -172,6 +188,37 @@ async def test_the_token_of_a_job(room):
     await room.llms.sweep()
     with pytest.raises(ModelFailed):
         await room.vault.reveal(name)
+
+
+def job_of(*models):
+    return JobSpec("job_1", DatasetSpec(["x"]), [*models], TableForm(), Policy(), None, "", {}, 0.0)
+
+
+@pytest.mark.parametrize("drops", ["the deployment", "its token"])
+async def test_a_token_that_is_removed_while_an_order_is_taken(room, drops):
+    """What is stored first counts: the job, and the token stays until it ends; or the removal, and rows of the job that
+    name another model run."""
+
+    async def remove():
+        if drops == "the deployment":
+            await room.llms.delete(US, "d")
+        else:
+            await room.llms.update(US, "d", LONG)
+
+    made = await room.llms.create(US, "d", replace(TINY, hf_token=TOKEN))
+    name, other = f"llm/{made.id}/hf_token", ModelSpec("other", "openai", "other")
+    job = job_of(made.model, other)
+    await room.database.write(job_records.enter, job, None, None)
+    await remove()
+    assert await room.vault.reveal(name) == TOKEN
+    await room.database.write(lambda db: db.execute(jobs.update().values(state="completed")))
+    await room.llms.sweep()
+    with pytest.raises(ModelFailed):
+        await room.vault.reveal(name)
+    with pytest.raises(ModelsRemoved, match="the model d, or its token, was removed") as refused:
+        await room.database.write(job_records.enter, replace(job, id="job_2"), None, None)
+    assert refused.value.left_of(job.models) == [other]
+    await room.database.write(job_records.enter, replace(job, id="job_2", used=["other"]), None, None)
 
 
 async def test_replicas_that_stay(room):

@@ -72,6 +72,7 @@ class NoSecrets:
 
 
 KINDS = ("env:", "file:", "secret:")  # prefixes of references
+LLM_TOKENS = "llm/"  # what the names of secrets begin with that come with a deployment or a job, and go with it
 SECRET_BYTES_MAX = 16 * 1024
 SHOWN_CHARS = 120
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # secrets of connectors have other names: connector/ID/KEY

@@ -1,8 +1,8 @@
-"""The deployed versions and the connectors of a job that is to run: one that was removed since its order was checked is
-found as the job, or its retry, is stored.
+"""The deployed versions, the connectors and the tokens of a job that is to run: one that was removed since its order
+was checked is found as the job, or its retry, is stored.
 
-Until the job ends, none of them is removed: `services/functions/records.py` and `services/remote/connector_records.py`
-look at the jobs in the transaction that removes one.
+Until the job ends, none of them is removed: `services/functions/records.py`, `services/remote/connector_records.py` and
+`services/llms/records.py` look at the jobs in the transaction that removes one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.errors import Conflict, UnknownName
+from batchmill.models.secrets import LLM_TOKENS
 from batchmill.store.sql.compiled import CompiledStatement
-from batchmill.store.sql.tables import connectors, model_routes, model_versions, remote_models
+from batchmill.store.sql.tables import connectors, model_routes, model_versions, remote_models, secrets
 from batchmill.types import Connector, ModelSpec, SchemaVersion
 from batchmill.wire.bundles import READY, unknown_version
 from batchmill.wire.job_spec import JobSpec
@@ -24,6 +25,7 @@ _STATES = CompiledStatement(
     .where(model_versions.c.name == sa.bindparam("of_name"))
     .order_by(model_versions.c.branch, model_versions.c.number)
 )
+_SECRET = "secret:"
 _LABELS = CompiledStatement(
     sa.select(model_routes.c.label)
     .where(model_routes.c.name == sa.bindparam("of_name"), model_routes.c.label.startswith("@"))
@@ -32,7 +34,7 @@ _LABELS = CompiledStatement(
 
 
 class ModelsRemoved(UnknownName):
-    """Versions of functions, or connectors, of models that rows of a job may name were removed."""
+    """Versions of functions, connectors or tokens of models that rows of a job may name were removed."""
 
     def __init__(self, message: str, models: list[ModelSpec]) -> None:
         super().__init__(message, code="model_not_found")
@@ -57,6 +59,8 @@ def refuse_removed(db: sa.Connection, spec: JobSpec, models: Sequence[ModelSpec]
     if gone:
         raise ModelsRemoved(_problem(db, gone[0], states[gone[0].name]), gone)
     _refuse_connectors(db, used, is_new=models is None)
+    if models is None:
+        _refuse_tokens(db, used)
 
 
 def _key_of(model: ModelSpec) -> tuple[str, str]:
@@ -112,6 +116,21 @@ def _stored_connectors(db: sa.Connection, ids: set[str]) -> dict[str, bytes]:
     )
     shared = sa.select(connectors.c.id, connectors.c.spec).where(connectors.c.id.in_(ids))
     return {id_: spec for query in (shared, own) for id_, spec in db.execute(query)}
+
+
+def _refuse_tokens(db: sa.Connection, models: Sequence[ModelSpec]) -> None:
+    used = [
+        (model, reference.removeprefix(_SECRET))
+        for model in models
+        for reference in model.secrets.values()
+        if reference.startswith(_SECRET + LLM_TOKENS)
+    ]
+    if not used:
+        return
+    names = {name for _, name in used}
+    stored = set(db.execute(sa.select(secrets.c.name).where(secrets.c.name.in_(names))).scalars())
+    if gone := [model for model, name in used if name not in stored]:
+        raise ModelsRemoved(f"the model {gone[0].name}, or its token, was removed: choose another model", gone)
 
 
 def _refuse_class(db: sa.Connection, version: SchemaVersion) -> None:

@@ -15,6 +15,7 @@ from batchmill.store.sql.tables import jobs, llm_deployments, secrets
 from batchmill.types import LlmSettings, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
+SECRET = "secret:"
 DEPLOYMENTS_MAX = 1_000  # of one server, because all are in memory
 
 
@@ -106,12 +107,12 @@ def read_all(db: sa.Connection) -> list[Stored]:
 
 
 def used_secrets(db: sa.Connection) -> set[str]:
-    """Return the secret references in the models of unfinished jobs."""
+    """Return the names of the secrets that models of unfinished jobs refer to."""
     references: set[str] = set()
     for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in([each.value for each in ENDED]))).scalars():
         for model in msgspec.json.decode(data, type=JobSpec).models:
             references.update(model.secrets.values())
-    return references
+    return {each.removeprefix(SECRET) for each in references}
 
 
 def secrets_before(db: sa.Connection, prefix: str, before: float) -> list[str]:

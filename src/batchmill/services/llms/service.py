@@ -295,10 +295,10 @@ class LlmService:
             serving = (old.serving or old.settings) if settings != (old.serving or old.settings) else None
             new = replace(new, settings=settings, serving=serving, problem="")
             self._check_preloaded(new)
-        unused_tokens = await self._tokens.unused(tokens_of(old) - tokens_of(new))
         await self._vault.change(
-            tokens, remove=unused_tokens, also=lambda db: records.update(db, new), project=new.project
-        )
+            tokens, remove=tokens_of(old) - tokens_of(new), unless=records.used_secrets,
+            also=lambda db: records.update(db, new), project=new.project,
+        )  # fmt: skip
         return await self._settle(new)
 
     async def delete(self, caller: Caller, name: str) -> LlmDeployment:
@@ -307,8 +307,10 @@ class LlmService:
 
     async def _delete(self, caller: Caller, name: str) -> LlmDeployment:
         deployment = self._find_changeable(caller, name)
-        unused = await self._tokens.unused(tokens_of(deployment))
-        await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, deployment.id))
+        await self._vault.change(
+            {}, remove=tokens_of(deployment), unless=records.used_secrets,
+            also=lambda db: records.delete(db, deployment.id),
+        )  # fmt: skip
         del self._records[deployment.project][deployment.name]
         self._controller.remove(deployment.id)
         self._directory.publish({_key(deployment): ()})

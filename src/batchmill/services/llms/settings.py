@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
-from batchmill.models.secrets import KINDS, find_secret_flaw
+from batchmill.models.secrets import KINDS, LLM_TOKENS, find_secret_flaw
 from batchmill.ports.clock import Clock
 from batchmill.services.llms import records
 from batchmill.services.llms.arguments import checked
@@ -19,7 +19,7 @@ from batchmill.store.sql.database import Database
 from batchmill.types import LlmSettings, ModelSpec, Scaling
 from batchmill.types.machines import RANGES
 
-PREFIX, OF_JOBS, END = "llm/", "llm/token-", "/hf_token"
+PREFIX, OF_JOBS, END = LLM_TOKENS, f"{LLM_TOKENS}token-", "/hf_token"
 VARIABLE = "HF_TOKEN"  # the environment variable that engines read
 REFERENCE = "secret:"
 KEPT_S = 7 * 86_400.0  # tokens stay so long, because an ended job can be retried
@@ -48,20 +48,14 @@ class HubTokens:
         name = f"{PREFIX}{deployment_id}{END}"
         return replace(settings, hf_token=f"{REFERENCE}{name}"), {name: _check_token(token)}
 
-    async def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the tokens that no unfinished job refers to."""
-        candidates = sorted(names)
-        used = await self._database.read(records.used_secrets) if candidates else set()
-        return [name for name in candidates if f"{REFERENCE}{name}" not in used]
-
     async def sweep(self, in_use: set[str]) -> None:
         """Remove unused tokens, except those of deployments (`in_use`)."""
         now = self._clock.now()
         old = await self._database.read(records.secrets_before, OF_JOBS, now - KEPT_S)
         others = await self._database.read(records.secrets_before, PREFIX, now)
         old += [name for name in others if not name.startswith(OF_JOBS)]
-        if unused := await self.unused(set(old) - in_use):
-            await self._vault.change({}, remove=unused)
+        if unused := sorted(set(old) - in_use):
+            await self._vault.change({}, remove=unused, unless=records.used_secrets)
 
 
 def tokens_of(deployment: LlmDeployment) -> set[str]:

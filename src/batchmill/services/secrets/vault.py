@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sqlalchemy as sa
@@ -44,6 +44,7 @@ OWN_NAME = re.compile(r"connector/[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_.:-]{1,120}|llm
 
 Changed = Callable[[frozenset[str]], Awaitable[None]]
 Also = Callable[[sa.Connection], Any]
+Needed = Callable[[sa.Connection], Set[str]]
 PREFIX, VARIABLE = "secret:", "env:"
 
 
@@ -95,14 +96,16 @@ class Vault:
             raise UnknownName(f"there is no secret {name[:SHOWN_CHARS]!r}", code="unknown_secret")
 
     async def change(
-        self, values: Mapping[str, str], *, remove: Iterable[str] = (), also: Also | None = None,
-        project: str | None = None,
+        self, values: Mapping[str, str], *, remove: Iterable[str] = (), unless: Needed | None = None,
+        also: Also | None = None, project: str | None = None,
     ) -> frozenset[str]:  # fmt: skip
         """Store and remove secrets in one transaction, with related writes. Returns the names that changed.
 
         Unknown names in `remove` are ignored. `also` is called last, in the transaction.
 
-        Args: project: the project whose quota the secrets count against; None: the operator stores them.
+        Args:
+            unless: names the secrets that are not removed, in the transaction.
+            project: the project whose quota the secrets count against; None: the operator stores them.
 
         Raises: InvalidInput for an invalid name or value; OverQuota; what `also` raises. Then nothing has changed.
         """
@@ -112,7 +115,7 @@ class Vault:
         removed = [name for name in remove if name not in values]
         quota = None if project is None else (project, self.quotas.of(project).secrets)
         changed = await self._database.write(
-            _change, self.box, values, removed, now=self._clock.now(), also=also, quota=quota
+            _change, self.box, values, removed, unless, now=self._clock.now(), also=also, quota=quota
         )
         if changed:
             log.info("secrets changed: %s", ", ".join(sorted(changed)))
@@ -196,11 +199,14 @@ def _no_key_file(box: SecretBox) -> InvalidConfig:
 
 
 def _change(
-    db: sa.Connection, box: SecretBox, values: Mapping[str, str], remove: list[str], *, now: float, also: Also | None,
-    quota: tuple[str, int] | None,
+    db: sa.Connection, box: SecretBox, values: Mapping[str, str], remove: list[str], unless: Needed | None, *,
+    now: float, also: Also | None, quota: tuple[str, int] | None,
 ) -> frozenset[str]:  # fmt: skip
     if values and not box.exists and _has_secrets(db):
         raise _no_key_file(box)
+    if remove and unless is not None:
+        needed = unless(db)
+        remove = [name for name in remove if name not in needed]
     changed = {name for name in remove if db.execute(secrets.delete().where(secrets.c.name == name)).rowcount}
     project, created_count = None if quota is None else quota[0], 0
     for name, value in values.items():
