@@ -164,7 +164,8 @@ def test_the_first_bytes_say_the_format(tmp_path):
         assert path.name[spooled_inputs.DIGEST_CHARS :] == suffix
         assert path.read_bytes() == data and path.stat().st_mode & 0o777 == 0o600
         before = path.stat()
-        assert spooled_inputs.spool(io.BytesIO(data), tmp_path, given) == path and path.stat() == before
+        assert spooled_inputs.spool(io.BytesIO(data), tmp_path, given) == path
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     with pytest.raises(InvalidDataset, match="--format"):
         spooled_inputs.spool(io.BytesIO(packed), tmp_path, None)
 
@@ -173,16 +174,21 @@ def test_what_a_killed_command_left_goes_by_age(tmp_path):
     """A sweep removes old files that no job reads, and no others."""
     folder = tmp_path / spooled_inputs.FOLDER
     old = spooled_inputs.spool(io.BytesIO(b"{}"), folder, None)
+    again = spooled_inputs.spool(io.BytesIO(b'{"a":3}'), folder, None)
     read = spooled_inputs.spool(io.BytesIO(b'{"a":1}'), folder, None)
     new = spooled_inputs.spool(io.BytesIO(b'{"a":2}'), folder, None)
     part = folder / f"{spooled_inputs.PART}1"
     part.touch()
     spooled_inputs.keep(tmp_path, [str(read), "/elsewhere/x.jsonl"], "job_1")
     long_ago = time.time() - 2 * spooled_inputs.LEFT_S
-    for path in (old, read, part):
+    for path in (old, read, part, again):
         os.utime(path, (long_ago, long_ago))
+    assert spooled_inputs.spool(io.BytesIO(b'{"a":3}'), folder, None) == again  # by a command whose job is to come
+    assert again.stat().st_mtime == pytest.approx(long_ago)
     spooled_inputs.sweep(tmp_path, OwnedFiles())
     assert not old.exists() and not part.exists() and read.exists() and new.exists()
+    assert again.exists()
+    again.unlink()
     spooled_inputs.release(tmp_path, "job_2", OwnedFiles())
     assert read.exists()
     spooled_inputs.release(tmp_path, "job_1", OwnedFiles())

@@ -17,7 +17,7 @@ from ray_support import Nodes, ray_nodes, ray_python
 
 from batchmill.engines.llm.launch import SMALL_CPU_CORES
 from batchmill.executors.ray.checks import CLOCK_S_MAX
-from batchmill.executors.ray.executor import UNSENT_BYTES, RayExecutor
+from batchmill.executors.ray.executor import DRIVER_PID, PROBE, UNSENT_BYTES, RayExecutor
 from batchmill.executors.ray.frames import Beat
 from batchmill.types import Lease, LiveRequest, ModelSpec, Needs, Provision
 from batchmill.types.cluster import Check, ClusterEntry
@@ -102,7 +102,8 @@ class TestRayExecutor(ExecutorSuite):
     async def test_a_node_without_the_data_directory_is_refused(self, executor, start, tmp_path):
         """A node that does not see the data directory runs nothing, and the user reads what to do."""
         worker = await executor.start(start)
-        (tmp_path / "workers" / "cluster-probe").unlink()
+        (probe,) = (tmp_path / "workers").glob(f"{PROBE}*")
+        probe.unlink()
         failed = await self.expect(worker, Failed)
         assert failed.code == "data_dir_not_shared" and str(tmp_path) in failed.message
         assert await worker.wait() == 1
@@ -245,12 +246,27 @@ async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
     for name, sent in (("full", UNSENT_BYTES // len(message.request.body) + 1), ("silent", 0)):
         worker = await executor.start(replace(start, worker=name))
         await ExecutorSuite.expect(worker, Ready)
-        os.kill(int((tmp_path / "workers" / "ray-driver.pid").read_text().split()[0]), signal.SIGSTOP)
+        os.kill(int((tmp_path / "workers" / DRIVER_PID).read_text().split()[0]), signal.SIGSTOP)
         for _ in range(sent):
             worker.send(message)
         assert await worker.wait() == -1 and worker.is_lost
         assert executor.why.endswith("takes no messages" if sent else "said nothing for 7.5 s")
     await executor.close()
+
+
+async def test_a_replaced_owner_leaves_what_its_successor_has_written(nodes, tmp_path):
+    """Who its driver is, and what nodes are to see. The driver of one that is killed would run on otherwise."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    model, folder = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double"), tmp_path / "workers"
+    executors = [RayExecutor(entry(nodes), tmp_path, lambda model: {}) for _ in range(2)]
+    for number, executor in enumerate(executors):
+        worker = await executor.start(Start(f"w{number}", model, str(tmp_path / "home")))
+        await ExecutorSuite.expect(worker, Ready)
+    left = {path.name: path.read_text() for path in (folder / DRIVER_PID, executors[1]._probe)}
+    await executors[0].close()
+    assert {path.name: path.read_text() for path in folder.iterdir() if path.name in left} == left
+    await executors[1].close()
+    assert not list(folder.glob(f"{PROBE}*")) and not (folder / DRIVER_PID).exists()
 
 
 async def test_a_full_object_store_is_waited_for(tmp_path):

@@ -86,7 +86,8 @@ def storage_errors() -> Iterator[None]:
 
 def _named(part: Path, digest: str, suffix: str) -> Path:
     path = part.with_name(f"{digest[:DIGEST_CHARS]}{suffix}")
-    if path.exists():  # one that a job has sealed stays as it is
+    with contextlib.suppress(FileNotFoundError):  # one that a job has sealed stays as it is, but for its last use
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     with part.open("rb") as file:
         os.fsync(file.fileno())
@@ -141,7 +142,7 @@ def sweep(data_dir: Path, owned: OwnedFiles) -> None:
     for folder in (data_dir / FOLDER, data_dir / FUNCTIONS):
         for path in folder.iterdir() if folder.is_dir() else ():
             is_read = ".job_" in path.name or any(folder.glob(f"{path.name}.job_*"))
-            if is_read or path.stat().st_mtime >= before:
+            if is_read or max(path.stat().st_mtime, path.stat().st_atime) >= before:
                 continue
             if path.is_dir():
                 owned.remove_tree(path)

@@ -58,6 +58,7 @@ from batchmill.wire.messages import AnswerLive, Failed, Open, Provide, Start
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles with each failure
 CPUS_DEFAULT = 1.0  # that a worker reserves
 CONNECT_S = 90.0  # for a driver to reach the cluster, or to start a local one
+DRIVER_PID, PROBE = "ray-driver.pid", "cluster-probe-"  # files that say which driver runs, and what nodes are to see
 LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
 INSPECT_S = 30.0
 COLLECT_S = 90.0  # for a node to bring what a dead worker left: longer than the driver waits for it
@@ -107,8 +108,8 @@ class RayExecutor:
         self.connected: Connected | None = None
         self.why = ""  # the cluster cannot be reached
         self._changed = asyncio.Event()  # connected, or failed to
-        self._probe_text = uuid.uuid4().hex
-        self._probe = self._folder / "cluster-probe"
+        self._probe_text, self._driver = uuid.uuid4().hex, ""
+        self._probe = self._folder / f"{PROBE}{self._probe_text}"  # another owner's is another file
 
     # -- ports.executors.Executor -------------------------------------------------------------------------------------
 
@@ -136,7 +137,9 @@ class RayExecutor:
 
     def sweep(self) -> None:
         """Kill the driver of a dead owner: Ray ends its actors with it."""
-        file = self._folder / "ray-driver.pid"
+        for probe in self._folder.glob(f"{PROBE}*"):
+            probe.unlink(missing_ok=True)
+        file = self._folder / DRIVER_PID
         with contextlib.suppress(FileNotFoundError):
             match file.read_text().split():
                 case [pid, begun, boot] if boot == boot_id() and started(int(pid)) in (begun, ""):
@@ -380,7 +383,8 @@ class RayExecutor:
                 start_new_session=True,
             )  # fmt: skip
         pid = self._process.pid
-        (self._folder / "ray-driver.pid").write_text(f"{pid} {started(pid)} {boot_id()}")
+        self._driver = f"{pid} {started(pid)} {boot_id()}"
+        (self._folder / DRIVER_PID).write_text(self._driver)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self.send(Connect(self._entry.address))
         return reader
@@ -469,7 +473,10 @@ class RayExecutor:
         finally:  # also where `close` cancels it: a driver that a signal has stopped ends in no other way
             kill_session(process.pid)
             await process.wait()
-        (self._folder / "ray-driver.pid").unlink(missing_ok=True)
+        file = self._folder / DRIVER_PID
+        with contextlib.suppress(FileNotFoundError):
+            if file.read_text() == self._driver:  # else a successor's is running
+                file.unlink()
 
     async def close(self) -> None:
         """End the driver, and with it the workers that are left; a cluster that it started ends too."""
