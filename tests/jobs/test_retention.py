@@ -372,3 +372,23 @@ async def test_a_sweep_finishes_removals(data_dir: Path):
         assert not list((data_dir / "jobs").iterdir())
     finally:
         await service.close()
+
+
+async def test_inputs_of_jobs_that_were_never_stored_go(data_dir: Path):
+    """A kill between the two steps leaves word that a job reads an input. That of jobs that there are stays, also where
+    the ledger knows nothing of one whose folder has work in it.
+    """
+    path = data_dir / spooled_inputs.FOLDER / "read.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    (lost := data_dir / "jobs" / f"job_{'4' * 20}" / "segments" / "w-0001.seg").parent.mkdir(parents=True)
+    lost.write_bytes(b"outcomes")
+    for job_id in (JOB, f"job_{'3' * 20}", f"job_{'4' * 20}"):
+        spooled_inputs.keep(data_dir, [str(path)], job_id)
+    service = service_of(data_dir)
+    try:
+        await service.recover()
+        left = {f"read.jsonl.{job_id}" for job_id in (JOB, f"job_{'4' * 20}")}
+        assert {each.name for each in path.parent.iterdir()} == {"read.jsonl"} | left
+    finally:
+        await service.close()

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -134,6 +134,17 @@ def release(data_dir: Path, job_id: str, owned: OwnedFiles) -> None:
             owned.remove(path)
     for mark in (data_dir / FUNCTIONS).glob(f"*.{job_id}"):
         owned.remove(mark)
+
+
+def release_unknown(data_dir: Path, known: Container[str], owned: OwnedFiles) -> None:
+    """Say that jobs are gone that were never stored, after a crash before that. Args: known: jobs that there are; what
+    jobs with a folder read stays, too. Raises: TermOver.
+    """
+    for folder in (FOLDER, FUNCTIONS):
+        for mark in (data_dir / folder).glob("*.job_*"):
+            job_id = mark.suffix.removeprefix(".")
+            if job_id not in known and not (data_dir / "jobs" / job_id).exists():
+                owned.remove(mark)
 
 
 def sweep(data_dir: Path, owned: OwnedFiles) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from batchmill.datasets import spooled_inputs
 from batchmill.errors import (
     BatchmillError,
     DatabaseUnavailable,
@@ -63,6 +64,7 @@ class Recovery:
         job_ids = await self._read(job_records.ids)
         with suppress(TermOver):  # the next owner does it
             await asyncio.to_thread(sweep_orphans, data_dir, job_ids, owned)
+            await asyncio.to_thread(spooled_inputs.release_unknown, data_dir, job_ids, owned)
         return to_resume
 
     async def _undo_retries(self, owned: OwnedFiles) -> None:
