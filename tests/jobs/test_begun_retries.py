@@ -17,6 +17,7 @@ from batchmill.jobs.ledger import begun_retries, packed
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.service import JobService
 from batchmill.owned_files import OwnedFiles
+from batchmill.store import removals
 from batchmill.store.sql.tables import model_versions
 from batchmill.store.stored_files import LocalFiles
 from batchmill.types import DatasetSpec, FunctionSpec, JobOrder, JobView, ModelSpec, ProjectQuotas, Quotas
@@ -116,6 +117,25 @@ async def test_a_retry_beyond_a_quota(opened, tmp_path: Path, rows: int):
     with pytest.raises(OverQuota):
         await service.retry(view.id)
     assert await kept(service, view.id) == before
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+@pytest.mark.parametrize("is_noted", [False, True])
+async def test_a_retry_whose_input_was_deleted(opened, tmp_path: Path, rows: int, is_noted: bool):
+    """It is refused, where the job would have paused until somebody restores the file; so it is where the bytes of a
+    deleted file are still there."""
+    service = await opened()
+    view = await ended(service, tmp_path, rows)
+    before = await kept(service, view.id)
+    if is_noted:
+        removal = removals.Removal("fragile.jsonl", "default", "job_earlier", "somebody", 1.0)
+        await service._tools.database.write(removals.insert, removal)
+    else:
+        (tmp_path / "fragile.jsonl").unlink()
+    with pytest.raises(UnknownName, match=r"fragile\.jsonl"):
+        await service.retry(view.id)
+    assert await kept(service, view.id) == before
+    assert (await service.show(view.id)).state == "completed"
 
 
 @pytest.mark.parametrize("is_stored", [False, True])

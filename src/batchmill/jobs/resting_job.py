@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
+import msgspec
+import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidTransition, TermOver
+from batchmill.datasets import layout
+from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidTransition, TermOver, UnknownName
 from batchmill.jobs.early_end import early_end_of
 from batchmill.jobs.intake import retries
 from batchmill.jobs.intake.adapters import AdapterWork
@@ -18,13 +21,13 @@ from batchmill.jobs.intake.retries import Target
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import begun_retries, deployed, packed
 from batchmill.jobs.ledger.files import read_spec
-from batchmill.jobs.ledger.records import columns_of
+from batchmill.jobs.ledger.records import columns_of, refuse_deleted
 from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import moved_columns
 from batchmill.states import JobState
 from batchmill.store.sql.transactions import Record
-from batchmill.types import ModelSpec, Policy, RetryChange
+from batchmill.types import ModelSpec, Policy, RetryChange, Seal
 from batchmill.wire.job_spec import JobSpec
 
 
@@ -56,7 +59,7 @@ class RestingJob(RecordedJob):
         """Queue the failed rows of an ended job again, as `change` says. If it is refused, nothing of it is left.
 
         Raises: InvalidTransition, InvalidInput; UnknownName where a version of a function or a connector that they go
-        to, or the class of the schema, has been removed.
+        to, the class of the schema, or a file that they are read from, has been removed.
         """
         try:
             record = await self._begin_again()
@@ -75,6 +78,7 @@ class RestingJob(RecordedJob):
         job_id, packed_files = self.spec.id, None
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
+            inputs = await asyncio.to_thread(self._inputs_in_place)
             order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
             opened = await plan_retry(replace(order, term=self._term.path), self._offload)
             if self.spec.is_small:
@@ -86,12 +90,29 @@ class RestingJob(RecordedJob):
         faults.point("after_retry_spec")
         limit = self._tools.quota_of(self.spec)
         models = [self.spec.models[number] for number in opened.models]
+
+        def refuse(db: sa.Connection) -> None:
+            refuse_deleted(db, inputs)
+            deployed.refuse_removed(db, self.spec, models)
+
         await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit), packed=packed_files,
-            within=partial(deployed.refuse_removed, spec=self.spec, models=models), **columns_of(self.spec),
+            None if limit is None else (self.spec.project, limit), packed=packed_files, within=refuse,
+            **columns_of(self.spec),
         )  # fmt: skip
         faults.point("after_retry")
+
+    def _inputs_in_place(self) -> list[str]:
+        """The files of a server that rows are read from. Raises: UnknownName for one that nobody can restore."""
+        if self.spec.origin is None:
+            return []
+        seal = msgspec.json.decode((self.files.dataset / layout.SEAL).read_bytes(), type=Seal)
+        paths = [file.path for file in seal.files if file.path.startswith("/")]
+        for path in paths:
+            if not os.path.exists(path):
+                name = os.path.basename(path)
+                raise UnknownName(f"the file {name} was deleted: its rows cannot run again", code="unknown_file")
+        return paths
 
     @asynccontextmanager
     async def _begun(self, record: Record, generation: int) -> AsyncIterator[None]:

@@ -300,9 +300,8 @@ def enter(
     Raises: OverQuota; UnknownName where a result that it reads, or the class of its schema, has been removed;
     ModelsRemoved.
     """
-    names = [os.path.basename(path) for path in spec.dataset.paths] if spec.origin is not None else []
-    for removed in removals.find_all(db, names):
-        raise UnknownName(f"No such File object: {removed}", code="unknown_file")
+    if spec.origin is not None:
+        refuse_deleted(db, spec.dataset.paths)
     deployed.refuse_removed(db, spec)
     if quota is not None:
         refuse_unfinished(db, spec.project, quota)
@@ -310,6 +309,12 @@ def enter(
     if once is not None:
         values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
         put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
+
+
+def refuse_deleted(db: sa.Connection, paths: Sequence[str]) -> None:
+    """Raises: UnknownName where one of these files of a server was deleted."""
+    for removed in removals.find_all(db, [os.path.basename(path) for path in paths]):
+        raise UnknownName(f"No such File object: {removed}", code="unknown_file")
 
 
 class NewJob(Struct, frozen=True):
