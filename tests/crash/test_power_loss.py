@@ -20,6 +20,8 @@ from fakes.packages import add_wheel, use_as_index
 from fakes.running_server import RunningServer
 
 from batchmill.cli.session import EXIT_ROWS_FAILED
+from batchmill.store import folder_objects
+from batchmill.store.objects import StoreObjects
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="a C compiler builds the disk that loses what was not synced")
 ROWS = 3000
@@ -122,13 +124,16 @@ def test_a_command(point: str, names: Names, content: Bytes, command: Command, d
 
 @pytest.mark.parametrize("names", ["synced", "all"])
 def test_a_retry(names: Names, command: Command, disk: LossyDisk):
-    """The rows that are run again are known by a plan of their own."""
+    """The rows that are run again are known by a plan of their own. Results that are written once more are there."""
     command.run(command.words, code=EXIT_ROWS_FAILED, FAILS="1")
     [job] = [path.name for path in (command.folder / "data" / "jobs").glob("job_*")]
     command.run_until("after_lease", [*command.batchmill, "retry", job])
     disk.lose_power(random.Random(1), names, "synced")
     command.run([*command.batchmill, "resume", job])
     command.check()
+    command.run([*command.batchmill, "results", job, "-o", "again.jsonl"])
+    disk.lose_power(random.Random(1), names, "synced")
+    assert len((command.folder / "again.jsonl").read_bytes().splitlines()) == ROWS
 
 
 @pytest.mark.parametrize("names", ["synced", "all"])
@@ -202,6 +207,34 @@ def test_what_a_server_has_acknowledged(tmp_path: Path, disk: LossyDisk, monkeyp
         assert len(list((folder / "data" / "adapters").rglob("adapter_model.safetensors"))) == 1
     finally:
         server.kill()
+
+
+OBJECTS = """
+import os, signal
+from pathlib import Path
+from batchmill.store import folder_objects
+from batchmill.store.objects import StoreObjects
+for name in ("code/part", "code/more"):
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_bytes(b"1" * folder_objects.INLINE_BYTES + b"2")
+objects = StoreObjects(Path("new/store").absolute().as_uri())
+folder_objects.put(objects, "models/of/", Path("code"))
+folder_objects.get(objects, "models/of/", Path("copy"), Path("work"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("names", ["synced", "all"])
+def test_objects_in_a_folder_and_a_copy_of_them(names: Names, tmp_path: Path, disk: LossyDisk):
+    """What was put is there. A copy is there whole or not at all: its name says that it is whole."""
+    folder = tmp_path / "disk"
+    subprocess.run([sys.executable, "-c", OBJECTS], cwd=folder, env={**os.environ, **disk.environment}, check=False)
+    disk.lose_power(random.Random(1), names, "synced")
+    objects = StoreObjects((folder / "new" / "store").as_uri())
+    folder_objects.get(objects, "models/of/", folder / "again", tmp_path / "work")
+    for copy in (folder / "again", folder / "copy"):
+        assert sorted(path.name for path in copy.iterdir()) == ["more", "part"]
+        assert {path.stat().st_size for path in copy.iterdir()} == {folder_objects.INLINE_BYTES + 1}
 
 
 def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, disk: LossyDisk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -12,6 +13,8 @@ import time
 
 import pytest
 from fakes.held_clock import HeldClock
+from fakes.lossy_disk.disk import COMPILER, LossyDisk
+from fakes.lost_machine import run_until
 from finished_job import quiet
 from ledgered_job import LedgeredJob
 from msgspec.structs import replace
@@ -248,6 +251,26 @@ def test_killed_at_any_point(model, data_dir):
         os.rename(moved, data_dir / "files" / "file-a")
         shutil.rmtree(data_dir / "damaged")
         path.write_bytes(damaged)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="a C compiler builds the disk that loses what was not synced")
+@pytest.mark.parametrize(("point", "names"), [("after_salvaged", "all"), ("after_strays", "synced")])
+def test_power_is_lost_at_a_point(point, names, model, data_dir):
+    """What is left of the file that names the damaged tables can be read, and what was moved is there."""
+    path = data_dir / "batchmill.db"
+    overwrite(path, roots(path)["files"])
+    damaged = path.read_bytes()
+    fired = data_dir.parent / point
+    with contextlib.closing(LossyDisk(data_dir)) as disk:
+        run_until(
+            fired, [sys.executable, "-c", SALVAGE, str(data_dir)], data_dir,
+            {**os.environ, **disk.environment, "BATCHMILL_FAULT": f"{point}:1:{fired}"},
+        )  # fmt: skip
+        disk.lose_power(random.Random(1), names, "synced")
+    salvage.make_ready(data_dir)
+    assert state_of(model, data_dir) == (300, KEYS, [])
+    assert (data_dir / "lost+found" / "files" / "file-a").read_bytes() == b"{}"
+    assert [each.read_bytes() == damaged for each in data_dir.glob("damaged/*/batchmill.db")] == [True]
 
 
 def test_uploads_of_jobs_are_restored_with_their_names(model, data_dir):

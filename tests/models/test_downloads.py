@@ -7,6 +7,7 @@ import pytest
 from fakes.web_files import WebFile, web_files
 
 from batchmill.errors import InvalidDataset, InvalidInput, StorageFailed, TooLarge
+from batchmill.models import downloads
 from batchmill.models.addresses import Private, read_private
 from batchmill.models.downloads import ATTEMPTS_MAX, REDIRECTS_MAX, Downloaded, Downloads
 
@@ -74,6 +75,18 @@ def test_the_rest_is_fetched_after_a_crash(web, target):
     web.requests.clear()
     fetch(f"{web.url}/a", target)
     assert target.read_bytes() == BODY and web.requests == [("/a", "bytes=1000-")]
+
+
+def test_it_begins_anew_after_a_start_of_the_machine(web, target, monkeypatch):
+    """A loss of power may have taken bytes from the middle, which the size does not show."""
+    web.files["/a"] = WebFile(BODY, cuts=[1000] + [0] * ATTEMPTS_MAX)
+    with pytest.raises(StorageFailed):
+        fetch(f"{web.url}/a", target)
+    target.write_bytes(bytes(target.stat().st_size))
+    monkeypatch.setattr(downloads, "boot_id", lambda: "another/1")
+    web.requests.clear()
+    fetch(f"{web.url}/a", target)
+    assert target.read_bytes() == BODY and web.requests == [("/a", None)]
 
 
 @pytest.mark.parametrize("kind", ["changed", "weak", "without", "no ranges", "shorter", "lying"])

@@ -210,6 +210,8 @@ def part_of(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with part.open("wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 from yarl import URL
 
+from batchmill.children.process_end import boot_id
 from batchmill.errors import InvalidDataset, StorageFailed, StorageFull
 from batchmill.models.addresses import Private, read_private, read_url
 from batchmill.models.guarded_http import GuardedHttp, refusal_of
@@ -53,6 +54,7 @@ class Downloaded(Struct):
     etag: str = ""
     size_bytes: int | None = None
     is_complete: bool = False
+    boot: str = ""  # of the machine when it was begun: what was not synced may be lost with its power
 
 
 class _Broken(Exception):
@@ -321,10 +323,15 @@ def _read_record(record: Path, url: str, target: Path) -> Downloaded:
         known = msgspec.json.decode(record.read_bytes(), type=Downloaded)
         size = target.stat().st_size
     except (FileNotFoundError, msgspec.MsgspecError):
-        return Downloaded(url)
-    if known.url != url or (known.is_complete and known.size_bytes != size):
-        return Downloaded(url)
+        return Downloaded(url, boot=_boot())
+    if known.url != url or (known.size_bytes != size if known.is_complete else known.boot != _boot()):
+        return Downloaded(url, boot=_boot())
     return known
+
+
+def _boot() -> str:
+    """The id of this boot of the machine: the pages of files that another container wrote are there, too."""
+    return boot_id().partition("/")[0]
 
 
 def _is_wanted(reply: aiohttp.ClientResponse, start: int, etag: str) -> bool:

@@ -21,12 +21,14 @@ from batchmill.object_store.credentials import Variables, find_access
 from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
 from batchmill.object_store.urls import BUCKETS, ObjectInfo, ObjectUrl, check_key, local_path
 from batchmill.owner_term import ENDLESS, Term
+from batchmill.part_files import make_folder, sync_file, sync_folder
 
 RANGE_BYTES = 8 * 1024 * 1024  # of one GET of a large object, and of one part of a large upload
 RETRY_S = 60.0  # how long a call tries again
 DELAY_S, DELAY_MAX_S = 0.1, 5.0  # before the second attempt, and the most before any
 REQUEST_S = 60  # for one request of at most RANGE_BYTES
 CONNECT_S = 10
+NAMED_MAX = 4096  # folders of a folder that are known to have durable names
 UPLOADS_MAX = 4  # parts of one object that are sent at the same time
 UPLOAD_RETRIES_MAX = 8  # of each part
 LISTED_AT_ONCE = 1000
@@ -75,6 +77,7 @@ class ObjectStore:
         self._place, self._environment = place, environment
         self._retry_s, self._pause, self._term = retry_s, pause, term
         self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
+        self._named: dict[Path, int] = {}  # folders of a folder whose names were made durable, and their inodes
         self._client = self._connect(retries=0)
 
     def _connect(self, *, retries: int) -> Any:
@@ -84,7 +87,8 @@ class ObjectStore:
             if place.scheme == "memory":
                 return MemoryStore()
             if place.scheme == "file":
-                return LocalStore(local_path(place), mkdir=True)
+                make_folder(Path(local_path(place)), 0o777)
+                return LocalStore(local_path(place))
             access = find_access(place.scheme, self._environment)
             return from_url(
                 place.root,
@@ -308,13 +312,16 @@ class ObjectStore:
         """Make a file of a folder durable, which obstore does not."""
         if self._place.scheme != "file":
             return
-        path = Path(local_path(self._place)) / key
-        for each in (path, path.parent):
-            fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        root = Path(local_path(self._place))
+        sync_file(root / key)
+        folder, named = (root / key).parent, {}
+        sync_folder(folder)
+        while folder != root and self._named.get(folder) != (inode := folder.stat().st_ino):
+            sync_folder(folder.parent)
+            named[folder], folder = inode, folder.parent
+        if len(self._named) > NAMED_MAX:
+            self._named.clear()
+        self._named.update(named)
 
 
 def _is_same(info: ObjectInfo, seen: ObjectInfo) -> bool:

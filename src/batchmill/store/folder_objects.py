@@ -90,6 +90,9 @@ def get(objects: Objects, prefix: str, path: Path, work: Path, owned: OwnedFiles
         with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="objects-get") as threads:
             for number, entry in enumerate(manifest.files):
                 _get_file(objects, f"{prefix}{number}-", entry, target / entry.name if entry.name else target, threads)
+        if not is_file:  # a folder that is there counts as whole
+            for folder, _, _ in os.walk(target):
+                sync_folder(Path(folder))
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         owned.move_over(target, path, work / "before")
         sync_folder(path.parent)

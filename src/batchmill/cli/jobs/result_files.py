@@ -31,6 +31,7 @@ from batchmill.jobs.results.result_rows import (
 )
 from batchmill.jobs.results.results import check_kind
 from batchmill.optional import require
+from batchmill.part_files import sync_folder
 from batchmill.types import OutputSchema
 from batchmill.wire.job_spec import EXISTS
 from batchmill.wire.rows.result_rows import RowShape
@@ -165,8 +166,12 @@ def write_atomically(path: str, protected: Sequence[str], *, replaces: bool = Tr
     try:
         with _report_full_disk(path), out:
             yield out
+            if not is_special:  # a loss of power must not leave an empty file in place of an earlier one
+                out.flush()
+                os.fsync(out.fileno())
         if not is_special:
             part.replace(target)
+            sync_folder(target.parent)
     finally:
         if not is_special:
             part.unlink(missing_ok=True)

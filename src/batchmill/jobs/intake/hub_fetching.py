@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.children.offload import Child
+from batchmill.children.process_end import boot_id
 from batchmill.errors import InvalidInput, StorageFailed
 from batchmill.jobs.intake.fetching import HUB_PURPOSE, HUB_VARIABLES
 from batchmill.models.worker_environment import chosen, of_helpers
@@ -97,8 +98,10 @@ def _written(target: Path) -> tuple[int, int]:
 
 
 def _work_folder(target: Path) -> Path:
-    """Where the library writes; it goes on with what an earlier attempt left there."""
-    return target.with_name(f"{target.name}.hub")
+    """Where the library writes; it goes on with what an earlier attempt left there, unless the machine lost its power
+    meanwhile: bytes that were not synced may be missing in the middle.
+    """
+    return target.with_name(f"{target.name}.hub-{boot_id().partition('/')[0]}")
 
 
 def _failed(file: HubFile, what: str) -> StorageFailed:

@@ -26,7 +26,7 @@ from batchmill.jobs.ledger.audit import AuditOrder
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import PLAN
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder, sync_file, sync_folder
 from batchmill.services.data_dirs import backups, salvaged_small_jobs
 from batchmill.services.data_dirs.salvaged_small_jobs import Recovery, SalvagedSmallJobs
 from batchmill.services.data_dirs.salvaged_tables import SalvagedTables
@@ -68,7 +68,7 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
     if old.exists() and is_sound(old) and not _unknown_jobs(data_dir, old):
         return SalvageReport(is_sound=True)
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(mode=0o700)
+    make_folder(work)
     rebuild = _Salvage(data_dir, work, progress)
     try:
         rebuild.copy_tables()
@@ -80,6 +80,8 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
     with open(rebuild.path, "rb") as file:
         os.fsync(file.fileno())
     (work / INCOMPLETE).write_bytes(msgspec.json.encode(sorted(map(str, rebuild.incomplete))))
+    sync_file(work / INCOMPLETE)
+    sync_folder(work)
     faults.point("before_salvaged")
     os.replace(rebuild.path, data_dir / SALVAGED)
     sync_folder(data_dir)
@@ -94,7 +96,7 @@ def finish(data_dir: Path) -> list[str]:
     moved: list[str] = []
     if ready.exists():
         aside = data_dir / DAMAGED / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(ready.stat().st_mtime))
-        aside.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(aside)
         for path in (old, *(old.with_name(DATABASE + each) for each in LOGS)):
             if path.exists() and not (aside / path.name).exists():
                 os.link(path, aside / path.name)
@@ -339,7 +341,7 @@ def move_aside(data_dir: Path, database: Path, work: Path) -> list[str]:
         for table in _PATHS.keys() & incomplete:
             for path in _unrecorded_paths(data_dir, db, table):
                 target = data_dir / LOST_AND_FOUND / path.relative_to(data_dir)
-                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_folder(target.parent)
                 if not target.exists():
                     os.rename(path, target)
                     sync_folder(target.parent)
