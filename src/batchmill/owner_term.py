@@ -20,7 +20,10 @@ from batchmill.errors import StorageFailed, TermOver, Unavailable
 _TIME = struct.Struct("d")
 POLL_S = 0.05
 _PREFIX = ",prefix="  # in a path: before the file of a `PrefixTerm`
-_NOT_RENEWED = "the owner.json of [storage] was not renewed in time: another database may have taken the prefix over"
+_NOT_RENEWED = (
+    "the owner.json of [storage] was not renewed in time, and another database may have taken the prefix over: nothing "
+    "is written or removed there until it is renewed; the log of the server says what is in the way"
+)
 
 
 def now_s() -> float:

@@ -6,7 +6,9 @@ import asyncio
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,37 @@ async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogC
         caplog.clear()
         owner.renew()
         assert "may have another owner" in caplog.text
+
+
+async def test_threads_that_write_objects_delay_no_renewal(tmp_path: Path, monkeypatch) -> None:
+    """All threads of the loop may be waiting for the store for minutes."""
+    monkeypatch.setattr(prefix_owner, "RENEW_S", 0.01)
+    owner, is_over = await claimed(tmp_path / "one", f"file://{tmp_path}/store"), threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    writing = asyncio.create_task(asyncio.to_thread(is_over.wait))
+    before = owner.own.renewed
+    try:
+        async with owner.renewing(), asyncio.timeout(30):
+            while owner.own.renewed == before:
+                await asyncio.sleep(0.01)
+    finally:
+        is_over.set()
+        await writing
+
+
+async def test_a_machine_that_was_suspended_renews_soon(tmp_path: Path, monkeypatch) -> None:
+    """The clock by which the loop sleeps stands still meanwhile; the lease does not."""
+    ahead_s = 0.0
+    monkeypatch.setattr(prefix_owner, "now_s", lambda: now_s() + ahead_s)
+    monkeypatch.setattr(prefix_owner, "RETRY_S", 0.01)
+    owner = await claimed(tmp_path / "one", f"file://{tmp_path}/store")
+    before = owner.own.renewed
+    async with owner.renewing(), asyncio.timeout(30):
+        await asyncio.sleep(0.05)
+        assert owner.own.renewed == before
+        ahead_s = 3600.0
+        while owner.own.renewed == before:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_start_that_cannot_renew(

@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import msgspec
@@ -24,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
-from batchmill.object_store.store import ObjectStore
+from batchmill.object_store.store import REQUEST_S, ObjectStore
 from batchmill.object_store.urls import ObjectInfo, parse_url
 from batchmill.owner_term import PrefixTerm, Term, now_s
 from batchmill.store.sql.database import Database
@@ -34,7 +35,7 @@ NAME = "owner.json"
 RETRY_S = 10.0
 RENEW_S = 60.0
 LEASE_S = RENEW_S + 4 * RETRY_S  # so long after a renewal objects are changed
-WATCH_S = 2 * RENEW_S + RETRY_S  # so long an object is watched before its owner is taken for dead
+WATCH_S = LEASE_S + REQUEST_S  # an object is watched before its owner is taken for dead: until its last request ends
 OWNER_BYTES_MAX = 64 * 1024
 
 log = logging.getLogger("batchmill.owner")
@@ -78,22 +79,28 @@ class PrefixClaim:
 
     @contextlib.asynccontextmanager
     async def renewing(self) -> AsyncIterator[None]:
-        """Renew the object every minute meanwhile."""
-        task = asyncio.create_task(self._renew_always())
+        """Renew the object every minute meanwhile, in a thread that does nothing else: all others may be writing
+        objects for minutes.
+        """
+        threads = ThreadPoolExecutor(1, thread_name_prefix="prefix-owner")
+        task = asyncio.create_task(self._renew_always(threads))
         try:
             yield
         finally:
             self._term.is_given_up = True
             task.cancel()
             (ended,) = await asyncio.gather(task, return_exceptions=True)
+            threads.shutdown(wait=False)
             if not isinstance(ended, asyncio.CancelledError):
                 log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
 
-    async def _renew_always(self) -> None:
-        pause_s = RENEW_S if self.is_written else RETRY_S
+    async def _renew_always(self, threads: Executor) -> None:
+        loop, is_renewed = asyncio.get_running_loop(), self.is_written
         while True:
-            await asyncio.sleep(pause_s)
-            pause_s = RENEW_S if await asyncio.to_thread(self.renew) else RETRY_S  # well within WATCH_S
+            due_s = now_s() + (RENEW_S if is_renewed else RETRY_S)
+            while (left_s := due_s - now_s()) > 0:
+                await asyncio.sleep(min(left_s, RETRY_S))  # it does not count the time in which a machine is suspended
+            is_renewed = await loop.run_in_executor(threads, self.renew)
             self.term.announce()
 
     def renew(self) -> bool:
