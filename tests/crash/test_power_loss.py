@@ -109,9 +109,8 @@ def command(tmp_path: Path, disk: LossyDisk) -> Command:
 @pytest.mark.parametrize(
     ("point", "names", "content"),
     [
-        ("after_create", "all", "synced"), ("after_prepare", "synced", "synced"), ("after_lease", "all", "mixed"),
-        ("after_append", "all", "mixed"), ("after_sync", "synced", "synced"), ("after_commit", "synced", "mixed"),
-        ("before_publish", "all", "synced"), ("after_publish", "synced", "synced"),
+        ("after_create", "all", "synced"), ("after_lease", "all", "mixed"), ("after_commit", "synced", "mixed"),
+        ("before_publish", "synced", "synced"),
     ],
 )  # fmt: skip
 def test_a_command(point: str, names: Names, content: Bytes, command: Command, disk: LossyDisk):
@@ -122,28 +121,26 @@ def test_a_command(point: str, names: Names, content: Bytes, command: Command, d
     command.check()
 
 
-@pytest.mark.parametrize("names", ["synced", "all"])
-def test_a_retry(names: Names, command: Command, disk: LossyDisk):
+def test_a_retry(command: Command, disk: LossyDisk):
     """The rows that are run again are known by a plan of their own. Results that are written once more are there."""
     command.run(command.words, code=EXIT_ROWS_FAILED, FAILS="1")
     [job] = [path.name for path in (command.folder / "data" / "jobs").glob("job_*")]
     command.run_until("after_lease", [*command.batchmill, "retry", job])
-    disk.lose_power(random.Random(1), names, "synced")
+    disk.lose_power(random.Random(1), "synced", "synced")
     command.run([*command.batchmill, "resume", job])
     command.check()
     command.run([*command.batchmill, "results", job, "-o", "again.jsonl"])
-    disk.lose_power(random.Random(1), names, "synced")
+    disk.lose_power(random.Random(1), "synced", "synced")
     assert len((command.folder / "again.jsonl").read_bytes().splitlines()) == ROWS
 
 
-@pytest.mark.parametrize("names", ["synced", "all"])
-def test_rows_and_a_function_of_a_program(names: Names, command: Command, disk: LossyDisk):
+def test_rows_and_a_function_of_a_program(command: Command, disk: LossyDisk):
     """They are files of the data directory alone: the program again goes on with them."""
     (command.folder / "program.py").write_text(CAPTURED)
     disk.keep()
     words = [sys.executable, "program.py", "data"]
     command.run_until("after_commit", words)
-    disk.lose_power(random.Random(1), names, "synced")
+    disk.lose_power(random.Random(1), "all", "synced")
     assert int(command.run(words)) == 2 * sum(range(ROWS))
 
 
@@ -229,7 +226,7 @@ def test_objects_in_a_folder_and_a_copy_of_them(names: Names, tmp_path: Path, di
     """What was put is there. A copy is there whole or not at all: its name says that it is whole."""
     folder = tmp_path / "disk"
     subprocess.run([sys.executable, "-c", OBJECTS], cwd=folder, env={**os.environ, **disk.environment}, check=False)
-    disk.lose_power(random.Random(1), names, "synced")
+    disk.lose_power(random.Random(1), "synced", "synced")
     objects = StoreObjects((folder / "new" / "store").as_uri())
     folder_objects.get(objects, "models/of/", folder / "again", tmp_path / "work")
     for copy in (folder / "again", folder / "copy"):
