@@ -73,7 +73,7 @@ async def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     function = FunctionSpec(version="main/1", folder=str(tmp_path), digest="0")
     model = ModelSpec("f", "function_process", "app.py:f", python="/no/such/python", function=function)
     child = FunctionChild(model, tmp_path)
-    with pytest.raises(ModelFailed, match="/no/such/python"):
+    with pytest.raises(ModelFailed, match=r"/no/such/python cannot be started: No such.*`batchmill models restart f`"):
         await child.start()
     await child.stop()
 

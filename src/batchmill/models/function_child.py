@@ -277,10 +277,15 @@ class FunctionChild:
         try:
             self._own(await start_runtime(command))
         except OSError as error:
-            raise ModelFailed(f"{python} cannot be started: {error}") from None
+            raise ModelFailed(f"{python} cannot be started: {error.strerror or error}{self._way_out(python)}") from None
         finally:
             for fd in info_fds:
                 os.close(fd)
+
+    def _way_out(self, python: str) -> str:
+        if not self._function.version or os.path.exists(python):
+            return ""
+        return f"; `batchmill models restart {self._spec.name}` builds the environment of {self._spec.name} again"
 
     def _own(self, runtime: RuntimeProcess) -> None:
         self._process, self.progress, self._memory = runtime.process, runtime.progress, runtime.memory
