@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -34,9 +33,12 @@ class OwnedFiles:
     def make_folder(self, path: Path, *, is_new: bool = False) -> None:
         """Make a folder and its parents durably, unless they are there. Raises: FileExistsError if it is to be new."""
         self.term.check()
-        if is_new and path.is_dir():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        make_folder(path, FOLDER_MODE)
+        if is_new:
+            make_folder(path.parent)
+            path.mkdir(FOLDER_MODE)
+            sync_folder(path.parent)
+        else:
+            make_folder(path, FOLDER_MODE)
 
     def open_new(self, path: Path) -> BinaryIO:
         """Open a file to write it from its beginning, over what is there. The caller closes it."""
