@@ -221,8 +221,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("names", ["synced", "all"])
-def test_objects_in_a_folder_and_a_copy_of_them(names: Names, tmp_path: Path, disk: LossyDisk):
+def test_objects_in_a_folder_and_a_copy_of_them(tmp_path: Path, disk: LossyDisk):
     """What was put is there. A copy is there whole or not at all: its name says that it is whole."""
     folder = tmp_path / "disk"
     subprocess.run([sys.executable, "-c", OBJECTS], cwd=folder, env={**os.environ, **disk.environment}, check=False)

@@ -171,7 +171,8 @@ def write_atomically(path: str, protected: Sequence[str], *, replaces: bool = Tr
                 os.fsync(out.fileno())
         if not is_special:
             part.replace(target)
-            sync_folder(target.parent)
+            with contextlib.suppress(PermissionError):  # it may be writable but not readable
+                sync_folder(target.parent)
     finally:
         if not is_special:
             part.unlink(missing_ok=True)
