@@ -12,6 +12,8 @@ import pytest
 from batchmill.errors import StorageFull
 from batchmill.jobs import runner
 from batchmill.jobs.ledger import outcome_map
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.states import JobState
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 200
@@ -105,6 +107,33 @@ async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monk
         view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.reason) == ("paused", "storage_failed")
     assert "plan-0: Too many open files; raise the limit" in view.message and "internal" not in view.message
+    await asyncio.gather(*await service._maintenance.poll())  # as a server does every few seconds
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok) == ("completed", ROWS)
+
+
+async def test_a_job_whose_pause_has_no_room_goes_on(folder, opened, monkeypatch):
+    """The disk is so full that not even the reason of a pause is stored: a server resumes the job all the same."""
+    (folder / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    service = await opened()
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
+    real = CommitLog.write
+
+    def refused(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    async def full(self, call, *arguments, **fields):
+        if JobState.PAUSED in arguments:
+            raise StorageFull("the ledger cannot be written")
+        return await real(self, call, *arguments, **fields)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "PlanReader", refused)
+        patched.setattr(CommitLog, "write", full)
+        job = (await service.submit(order)).id
+        await service._active.get(job).wait_stopped()
+    assert (await service.show(job)).state not in ("paused", "completed")
     await asyncio.gather(*await service._maintenance.poll())  # as a server does every few seconds
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)

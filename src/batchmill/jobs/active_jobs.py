@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import JobPaused
 from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.resting_job import RestingJob
 from batchmill.jobs.runner import JobRunner
@@ -86,9 +86,9 @@ class ActiveJobs:
         return self.start(self.runner(job.spec))
 
     def _ended(self, runner: JobRunner, task: asyncio.Task[None]) -> None:
-        """Forget a runner. What it could not store is its state: the database could not be reached."""
+        """Forget a runner. What it could not store is its state: its error is that of the disk or the database."""
         self._forget(runner)
-        if not task.cancelled() and isinstance(task.exception(), DatabaseUnavailable):
+        if not task.cancelled() and isinstance(task.exception(), JobPaused):
             self.unstored.add(runner.spec.id)
 
     def _forget(self, runner: JobRunner) -> None:
