@@ -233,6 +233,30 @@ def test_objects_in_a_folder_and_a_copy_of_them(tmp_path: Path, disk: LossyDisk)
         assert {path.stat().st_size for path in copy.iterdir()} == {folder_objects.INLINE_BYTES + 1}
 
 
+NAMED = """
+import os, signal
+from pathlib import Path
+from batchmill.store.objects import StoreObjects
+link = os.link
+def link_and_die(source, target):
+    link(source, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.link = link_and_die
+StoreObjects(Path("store").absolute().as_uri()).put("one", b"1" * 5000)
+"""
+
+
+def test_an_object_in_a_folder_has_its_content_with_its_name(tmp_path: Path, disk: LossyDisk):
+    """One with other content would be taken for another writer's, and could never be put."""
+    folder = tmp_path / "disk"
+    subprocess.run([sys.executable, "-c", NAMED], cwd=folder, env={**os.environ, **disk.environment}, check=False)
+    disk.lose_power(random.Random(1), "all", "synced")
+    objects = StoreObjects((folder / "store").as_uri())
+    assert objects.get("one") == b"1" * 5000
+    objects.put("one", b"1" * 5000)
+    assert [name for name, _ in objects.list("")] == ["one"], "what a crash leaves is no object"
+
+
 def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, disk: LossyDisk):
     """Names and bytes alike; a link is the file that it links to."""
     program = """

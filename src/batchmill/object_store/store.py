@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -17,18 +18,18 @@ import obstore
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from batchmill.errors import AuthRefused, BatchmillError, Conflict, InvalidConfig, InvalidInput, TooLarge, Unavailable
+from batchmill.object_store import local_files
 from batchmill.object_store.credentials import Variables, find_access
 from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
 from batchmill.object_store.urls import BUCKETS, ObjectInfo, ObjectUrl, check_key, local_path
 from batchmill.owner_term import ENDLESS, Term
-from batchmill.part_files import make_folder, sync_file, sync_folder
+from batchmill.part_files import make_folder
 
 RANGE_BYTES = 8 * 1024 * 1024  # of one GET of a large object, and of one part of a large upload
 RETRY_S = 60.0  # how long a call tries again
 DELAY_S, DELAY_MAX_S = 0.1, 5.0  # before the second attempt, and the most before any
 REQUEST_S = 60  # for one request of at most RANGE_BYTES
 CONNECT_S = 10
-NAMED_MAX = 4096  # folders of a folder that are known to have durable names
 UPLOADS_MAX = 4  # parts of one object that are sent at the same time
 UPLOAD_RETRIES_MAX = 8  # of each part
 LISTED_AT_ONCE = 1000
@@ -77,7 +78,6 @@ class ObjectStore:
         self._place, self._environment = place, environment
         self._retry_s, self._pause, self._term = retry_s, pause, term
         self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
-        self._named: dict[Path, int] = {}  # folders of a folder whose names were made durable, and their inodes
         self._client = self._connect(retries=0)
 
     def _connect(self, *, retries: int) -> Any:
@@ -162,6 +162,9 @@ class ObjectStore:
             mode = {name: value for name, value in seen.items() if value is not None}
 
         def send(client: Any, path: str) -> ObjectInfo:
+            if (place := self._file_of(key)) is not None and replaced is None:
+                is_written = local_files.write(place, [data], overwrite=overwrite)
+                return self._info(obstore.head(client, path)) if is_written else self._settle(key, data)
             try:
                 reply = obstore.put(client, path, data, mode=mode, use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
@@ -170,7 +173,6 @@ class ObjectStore:
                 if replaced is None:
                     raise
                 return self._settle(key, data, is_replacing=True)
-            self._sync(key)
             return ObjectInfo(key, len(data), reply["e_tag"], reply["version"])
 
         return self._call(key, send, writes=True)
@@ -189,7 +191,6 @@ class ObjectStore:
         info = self.head(key)
         if info.size_bytes != size:
             raise unavailable(self._name(key), f"{info.size_bytes:,} of {size:,} bytes were stored")
-        self._sync(key)
         return info
 
     def _upload(self, name: str, path: Path) -> None:
@@ -197,6 +198,9 @@ class ObjectStore:
         client = self._connect(retries=UPLOAD_RETRIES_MAX) if is_remote else self._client
         with path.open("rb") as file:
             source: Any = _CheckedFile(file, self._term)
+            if (place := self._file_of(name)) is not None:
+                local_files.write(place, iter(partial(source.read, RANGE_BYTES), b""), overwrite=True)
+                return
             try:
                 obstore.put(
                     client, name, source, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX
@@ -305,23 +309,12 @@ class ObjectStore:
         key = str(meta["path"]).removeprefix(self._prefix)
         return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
 
+    def _file_of(self, key: str) -> Path | None:
+        """The file of an object in a folder; None: it is elsewhere."""
+        return Path(local_path(self._place)) / key if self._place.scheme == "file" else None
+
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
-
-    def _sync(self, key: str) -> None:
-        """Make a file of a folder durable, which obstore does not."""
-        if self._place.scheme != "file":
-            return
-        root = Path(local_path(self._place))
-        sync_file(root / key)
-        folder, named = (root / key).parent, {}
-        sync_folder(folder)
-        while folder != root and self._named.get(folder) != (inode := folder.stat().st_ino):
-            sync_folder(folder.parent)
-            named[folder], folder = inode, folder.parent
-        if len(self._named) > NAMED_MAX:
-            self._named.clear()
-        self._named.update(named)
 
 
 def _is_same(info: ObjectInfo, seen: ObjectInfo) -> bool:
