@@ -21,6 +21,7 @@ from batchmill.jobs.intake.reuse_sections import (
     table_path,
     write_section,
 )
+from batchmill.owned_files import OwnedFiles
 
 ALIKE = 2 * BLOCK_ROWS + 5  # digests that begin with the same 64 bits: they fill whole blocks
 
@@ -109,7 +110,7 @@ def test_damaged_blocks_are_not_believed(tmp_path):
 def test_a_head_that_is_not_what_was_written_is_none(tmp_path):
     """Nor is one of another version, job or generation, and an empty or cut file."""
     head = IndexHead(VERSION, "job_1", 0, ["a.seg"], [Section("key", 0, 3, 4)])
-    write_head(tmp_path, head)
+    write_head(tmp_path, head, OwnedFiles())
     path = tmp_path / "index.json"
     data = path.read_bytes()
     assert read_head(tmp_path, "job_1", 0) == head
@@ -117,5 +118,5 @@ def test_a_head_that_is_not_what_was_written_is_none(tmp_path):
     for wrong in (b"", data[:-1], data[9:], data.replace(b"a.seg", b"b.seg")):
         path.write_bytes(wrong)
         assert read_head(tmp_path, "job_1", 0) is None
-    write_head(tmp_path, IndexHead(VERSION + 1, "job_1", 0, ["a.seg"], []))
+    write_head(tmp_path, IndexHead(VERSION + 1, "job_1", 0, ["a.seg"], []), OwnedFiles())
     assert read_head(tmp_path, "job_1", 0) is None

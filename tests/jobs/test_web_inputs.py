@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from fakes.web_files import WebFile, web_files
 
+from batchmill.children.process_end import boot_id
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import InputChanged, InvalidDataset, InvalidInput, OverQuota, StorageFailed, TooLarge
@@ -109,6 +110,7 @@ def test_a_job_goes_on_where_it_was_interrupted(seal, web):
     assert [range_ for _, range_ in web.requests] == [None, None]  # its record went when it was planned
     (home / "fetched-000000.jsonl").write_bytes(LINES[:100])
     record = {"url": f"{web.url}/rows.jsonl", "etag": '"1"', "size_bytes": len(LINES), "is_complete": False}
+    record["boot"] = boot_id().partition("/")[0]
     (home / "fetched-000000.jsonl.download").write_bytes(json.dumps(record).encode())
     seal("/rows.jsonl", format="jsonl")
     assert web.requests[-1] == ("/rows.jsonl", "bytes=100-") and len(rows_of(home)) == 50
