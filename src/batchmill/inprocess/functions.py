@@ -24,7 +24,7 @@ from batchmill.function_runtime.loading import LoadError
 from batchmill.function_runtime.user_code import parameters_of
 from batchmill.inprocess.identity import digest_of
 from batchmill.optional import require
-from batchmill.part_files import sync_folder, sync_tree
+from batchmill.part_files import make_folder, sync_folder, sync_tree
 from batchmill.services.data_dirs import data_dirs
 
 PICKLED = "function.pickle"
@@ -96,6 +96,7 @@ class FunctionFiles:
             os.utime(folder)  # a sweep leaves it to the job to come
             return folder
         data_dirs.prepare_data_dir(self._data_dir)
+        make_folder(folder.parent)
         part = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
         try:
             for place, content in contents.items():
