@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "fakes" / "ray_nodes.py"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_health_check_period_ms": "500",  # a lost node is one whose port has refused five checks: 3 s, not 15 s
 }
 
 

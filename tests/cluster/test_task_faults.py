@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ ROWS = BYTES_MIN // TEXT_BYTES + 40  # of two spans
 PART_ROWS = -(-ROWS // 4)
 APP = "def size(n, text):\n    return [n, len(text)]\n"
 NODES = 2  # each runs one task at a time
-WAIT_S = 100.0
+LOOK_S = 0.5
 SEALING, GATHERING = "/scratch/", "/out/part-"  # in the paths of what tasks put
 
 
@@ -72,7 +73,7 @@ def sealed(folder: Path, body: str) -> dict[str, bytes]:
 
 
 class Job:
-    """The same command again and again, until its results are there."""
+    """The same command again and again, until its results are there. At the end of the context none of them runs."""
 
     def __init__(self, cluster: Cluster, folder: Path, name: str) -> None:
         self._cluster, self._folder, self._name = cluster, folder, name
@@ -83,19 +84,30 @@ class Job:
             "--part-rows", str(PART_ROWS),
         )  # fmt: skip
 
+        self._ending = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
+
     def start(self) -> subprocess.Popen[str]:
-        return batchmill(self._folder, self._cluster.stage.url, *self._words)
+        process = self._ending.enter_context(batchmill(self._folder, self._cluster.stage.url, *self._words))
+        self._ending.callback(process.kill)
+        return process
 
     @contextmanager
-    def in_the_middle(self, phase: str) -> Iterator[Hold]:
+    def in_the_middle(self, phase: str, process: subprocess.Popen[str]) -> Iterator[Hold]:
         """Every node has a task that puts something, and waits until the end of the context."""
         with self._cluster.plan.holding("PUT", phase) as hold:
-            hold.until(lambda hold: hold.begun >= NODES, WAIT_S)
+            while not hold.until(lambda hold: hold.begun >= NODES, LOOK_S):
+                assert process.poll() is None, process.communicate()
             yield hold
 
     def check(self, process: subprocess.Popen[str]) -> None:
         """Its results and its dataset are right, its ledger is sound, and nothing of its tasks is left."""
-        printed, _ = process.communicate(timeout=WAIT_S)
+        printed, _ = process.communicate()
         assert process.returncode == 0, printed
         stage = self._cluster.stage
         found = objects_below(stage.client, f"{self._name}/out/")
@@ -113,12 +125,12 @@ class Job:
 @pytest.mark.timeout(300)
 def test_nodes_end(cluster: Cluster, tmp_path: Path) -> None:
     """What the tasks of a lost node were to do is done by others, both while rows are sealed and gathered."""
-    job = Job(cluster, tmp_path, "nodes")
-    process = job.start()
-    for phase in (SEALING, GATHERING):
-        with job.in_the_middle(phase):
-            cluster.replace_node()
-    job.check(process)
+    with Job(cluster, tmp_path, "nodes") as job:
+        process = job.start()
+        for phase in (SEALING, GATHERING):
+            with job.in_the_middle(phase, process):
+                cluster.replace_node()
+        job.check(process)
 
 
 @pytest.mark.timeout(300)
@@ -126,13 +138,13 @@ def test_owners_end(cluster: Cluster, tmp_path: Path) -> None:
     """The tasks of a killed owner end, though nobody tells them, and the next one seals and gathers the same: also if
     a node ends meanwhile.
     """
-    job = Job(cluster, tmp_path, "owners")
-    for phase in (SEALING, GATHERING):
-        process = job.start()
-        with job.in_the_middle(phase) as hold:
-            process.kill()
-            process.communicate()
-            hold.until(lambda hold: hold.gone == hold.begun, WAIT_S)
-            if phase == GATHERING:
-                cluster.replace_node()
-    job.check(job.start())
+    with Job(cluster, tmp_path, "owners") as job:
+        for phase in (SEALING, GATHERING):
+            process = job.start()
+            with job.in_the_middle(phase, process) as hold:
+                process.kill()
+                process.communicate()
+                hold.until(lambda hold: hold.gone == hold.begun)
+                if phase == GATHERING:
+                    cluster.replace_node()
+        job.check(job.start())

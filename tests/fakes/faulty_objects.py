@@ -55,9 +55,10 @@ class Hold:
                 return False
         return True
 
-    def until(self, is_reached: Callable[[Hold], bool], timeout_s: float) -> None:
+    def until(self, is_reached: Callable[[Hold], bool], timeout_s: float | None = None) -> bool:
+        """Returns: whether it did within so many seconds."""
         with self._changed:
-            assert self._changed.wait_for(lambda: is_reached(self), timeout_s), f"{self.begun} held, {self.gone} gone"
+            return self._changed.wait_for(lambda: is_reached(self), timeout_s)
 
     def release(self) -> None:
         self._released = True
