@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.types import Limits, Policy, Price, Problem, Usage
+from batchmill.types import Limits, Policy, Price, Problem, Sample, Usage
 
 RUN = ("run", "in.jsonl", "--model", "function:app.py:f")
 
@@ -410,6 +410,23 @@ def test_who_joins_is_told_what_that_means(app, call, view):
         in expected
     )
     assert "pausing the job for all who run or follow it" in expected
+
+
+def test_another_owner_runs_the_sample_of_its_own_command(app, call, view, monkeypatch):
+    """When the owner ends, the next one may be a command that wants a sample of the job: this one goes on after it."""
+    sampled = view(state="paused", reason="sampled", rows_ok=4, sample=Sample(4))
+    app.jobs.add(view(), sampled)
+    submit = app.jobs.submit
+
+    async def submit_again(order):
+        if app.jobs.orders:
+            app.jobs.add(view(state="completed", rows_ok=10))
+        return await submit(order)
+
+    monkeypatch.setattr(app.jobs, "submit", submit_again)
+    result = call(*RUN)
+    assert result.exit_code == 0 and "job job_1: completed" in result.stdout
+    assert [order.sample for order in app.jobs.orders] == [None, None]
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):

@@ -191,30 +191,26 @@ def run(session: Session, **options: Any) -> int:
 
 
 async def _run(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int:
-    while True:
-        code = await _submit_and_follow(session, config, options, piped=piped)
-        if code is not None:
-            return code
-
-
-async def _submit_and_follow(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int | None:
-    """Returns: the exit code; None: another command's sample of the job has run, which is to be submitted again."""
     async with session.app.open_jobs(config) as jobs:
         order = await build_order(session, config, options)
         if config.cluster.executor is not None:
             await jobs.require_cluster()
-        try:
-            submitted = await jobs.submit(order)
-        except InvalidInput as error:
-            if error.code == OUTDATED or (error.code == EXISTS and _can_ask_server(session, order)):
-                await _show_update(session, config, order)
-            raise
-        if submitted.how == "joined" and await _waited_for_sample(session, jobs, submitted, order):
-            return None
+        submitted = await _submit(session, config, jobs, order)
+        while submitted.how == "joined" and await _waited_for_sample(session, jobs, submitted, order):
+            submitted = await _submit(session, config, jobs, order)
         if not piped:
-            return await follow_to_end(session, jobs, submitted, order)
+            return await _follow_order(session, config, jobs, submitted, order)
         async with piped_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl"):
-            return await follow_to_end(session, jobs, submitted, order, is_piped=True)
+            return await _follow_order(session, config, jobs, submitted, order, is_piped=True)
+
+
+async def _submit(session: Session, config: Config, jobs: JobsClient, order: JobOrder) -> Submitted:
+    try:
+        return await jobs.submit(order)
+    except InvalidInput as error:
+        if error.code == OUTDATED or (error.code == EXISTS and _can_ask_server(session, order)):
+            await _show_update(session, config, order)
+        raise
 
 
 async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Submitted, order: JobOrder) -> bool:
@@ -228,7 +224,32 @@ async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Subm
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=True)
     finally:
         display.close()
-    return followed.view.reason == PauseReason.SAMPLED and not followed.was_interrupted
+    return _has_run_for_others(session, followed, order)
+
+
+def _has_run_for_others(session: Session, followed: Followed, order: JobOrder) -> bool:
+    """Whether the job rests after the sample of another command: the rows of this one have not all run."""
+    if session.server_url is not None or followed.was_interrupted:  # at a server, each order is a job of its own
+        return False
+    return followed.view.reason == PauseReason.SAMPLED and followed.view.sample != order.sample
+
+
+async def _follow_order(
+    session: Session, config: Config, jobs: JobsClient, submitted: Submitted, order: JobOrder, *, is_piped: bool = False
+) -> int:
+    """As `follow_to_end`. When the owner ends, another command may be the next one, and have the job run its sample."""
+    display = display_for(session)
+    try:
+        await _announce(session, jobs, submitted, display)
+        while True:
+            is_shared = submitted.how == "joined"
+            followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
+            if not _has_run_for_others(session, followed, order):
+                break
+            submitted = await _submit(session, config, jobs, order)
+    finally:
+        display.close()
+    return await _show_end(session, followed, order, is_piped=is_piped)
 
 
 def _can_ask_server(session: Session, order: JobOrder) -> bool:
@@ -252,15 +273,8 @@ async def _show_update(session: Session, config: Config, order: JobOrder) -> Non
     session.say(f"with --update: {rows}" + (f", {count(plan.folded)} folded" if plan.folded else ""))
 
 
-async def follow_to_end(
-    session: Session, jobs: JobsClient, submitted: Submitted, order: JobOrder | None = None, *, is_piped: bool = False
-) -> int:
-    """Show a submitted job until it ends or pauses, and print its summary. Returns: the exit code.
-
-    Args:
-        order: of this command.
-        is_piped: the rows of a sample go to a pipe, and are not shown.
-    """
+async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
+    """Show a job until it ends or pauses, and print its summary. Returns: the exit code."""
     display = display_for(session)
     try:
         await _announce(session, jobs, submitted, display)
@@ -268,6 +282,16 @@ async def follow_to_end(
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
     finally:
         display.close()
+    return await _show_end(session, followed, None)
+
+
+async def _show_end(session: Session, followed: Followed, order: JobOrder | None, *, is_piped: bool = False) -> int:
+    """Print the summary of a job that has ended or is paused. Returns: the exit code.
+
+    Args:
+        order: of this command.
+        is_piped: the rows of a sample go to a pipe, and are not shown.
+    """
     is_asked = order is None or order.sample is not None
     if is_asked and has_sample(followed.view) and not is_piped:
         try:
