@@ -171,6 +171,26 @@ async def test_a_prefix_whose_owner_lives(tmp_path: Path, url: str) -> None:
     assert await claim(tmp_path / "one", url) == now.ledger
 
 
+async def test_an_owner_that_is_renewed_while_it_is_read(tmp_path: Path, url: str, monkeypatch) -> None:
+    """What is read is the object as it is then; one that is replaced again and again has an owner that lives."""
+    if url.startswith("memory"):
+        return
+    alive = await claimed(tmp_path / "one", url)
+    store, renewals = ObjectStore(parse_url(url)), [True]
+
+    def renew_first(*words: Any) -> memoryview:
+        if renewals and renewals.pop():
+            alive.renew()
+        return get_range(*words)
+
+    get_range = store.get_range
+    monkeypatch.setattr(store, "get_range", renew_first)
+    assert prefix_owner.find_owner(store) == alive.own
+    renewals.extend([True] * 10)
+    with pytest.raises(Conflict, match="was replaced 5 times while it was read"):
+        prefix_owner.find_owner(store)
+
+
 async def test_a_take_over_without_an_owner_or_an_id(tmp_path: Path) -> None:
     """What no database owns needs none; a database that was never refused has no id; what is no owner is replaced."""
     url = f"file://{tmp_path}/store"

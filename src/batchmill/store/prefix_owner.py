@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, InvalidConfig, InvalidInput
+from batchmill.errors import BatchmillError, Conflict, InputChanged, InvalidConfig, InvalidInput
 from batchmill.object_store.store import REQUEST_S, ObjectStore
 from batchmill.object_store.urls import ObjectInfo, parse_url
 from batchmill.owner_term import PrefixTerm, Term, now_s
@@ -37,6 +37,7 @@ RENEW_S = 60.0
 LEASE_S = RENEW_S + 4 * RETRY_S  # so long after a renewal objects are changed
 WATCH_S = LEASE_S + REQUEST_S  # an object is watched before its owner is taken for dead: until its last request ends
 OWNER_BYTES_MAX = 64 * 1024
+READS_MAX = 5  # of an object that is replaced meanwhile
 
 log = logging.getLogger("batchmill.owner")
 
@@ -55,6 +56,13 @@ class PrefixOwner(Struct, frozen=True):
         if not self.renewed:
             return "never renewed"
         return f"renewed by {self.host} at {datetime.fromtimestamp(self.renewed, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+class _Seen(Struct, frozen=True):
+    """The object, as one read found it. `data`: empty where the object is empty or too large."""
+
+    info: ObjectInfo
+    data: bytes
 
 
 class _ClaimTerm(Term):
@@ -122,7 +130,7 @@ class PrefixClaim:
             return False
 
     def _renew(self) -> None:
-        owner = None if (seen := self.store.find(NAME)) is None else self.read(seen)
+        owner = None if (seen := _find(self.store)) is None else self.read(seen)
         if owner is not None and owner.ledger != self.own.ledger:
             self.term.renew(0.0, _lost(self.store.url, owner))
             log.error("%s", self.term.refusal)
@@ -134,18 +142,18 @@ class PrefixClaim:
             )  # fmt: skip
         self.write(seen)
 
-    def read(self, seen: ObjectInfo) -> PrefixOwner:
+    def read(self, seen: _Seen) -> PrefixOwner:
         """The owner of a prefix that was this database's, which an object that cannot be understood leaves so."""
         try:
-            return _read(self.store, seen)
+            return _decode(self.store, seen)
         except InvalidConfig as error:
             log.warning("%s. It is written anew, since the prefix is this database's", error.message)
             return self.own
 
-    def write(self, seen: ObjectInfo | None) -> None:
+    def write(self, seen: _Seen | None) -> None:
         """Args: seen: what is replaced. Raises: Conflict where another process was faster."""
         began_s, self.own = now_s(), replace(self.own, renewed=time.time())
-        _put(self.store, self.own, seen)
+        _put(self.store, self.own, None if seen is None else seen.info)
         self.is_written = True
         self.term.renew(began_s + LEASE_S)
 
@@ -206,7 +214,18 @@ def find_ledger(db: sa.Connection) -> tuple[str, str | None] | None:
 
 def find_owner(store: ObjectStore) -> PrefixOwner | None:
     """The owner of a prefix; None: it has none. Raises: InvalidConfig for one that cannot be understood."""
-    return None if (info := store.find(NAME)) is None else _read(store, info)
+    return None if (seen := _find(store)) is None else _decode(store, seen)
+
+
+def _find(store: ObjectStore) -> _Seen | None:
+    """Raises: Conflict (`storage_owner_lives`) where it is replaced again and again."""
+    for _ in range(READS_MAX):
+        if (info := store.find(NAME)) is None:
+            return None
+        is_right = 0 < info.size_bytes <= OWNER_BYTES_MAX
+        with contextlib.suppress(InputChanged):  # its owner has renewed it between the two requests
+            return _Seen(info, bytes(store.get_range(info, 0, info.size_bytes)) if is_right else b"")
+    raise Conflict(f"{store.url}/{NAME} was replaced {READS_MAX} times while it was read", code="storage_owner_lives")
 
 
 def take_over(url: str, engine: sa.Engine | None, place: str, wait: Callable[[float], None] = time.sleep) -> str:
@@ -227,28 +246,27 @@ def take_over(url: str, engine: sa.Engine | None, place: str, wait: Callable[[fl
             code="no_ledger",
         )
     store = ObjectStore(parse_url(url), retry_s=RETRY_S)
-    if (seen := store.find(NAME)) is None:
+    if (before := _find(store)) is None:
         return f"{url} has no owner: the next start claims it for this database"
-    before = bytes(store.get_range(seen, 0, seen.size_bytes))
     with contextlib.suppress(InvalidConfig):  # for one that cannot be understood
-        if _read(store, seen).ledger == own[0]:
+        if _decode(store, before).ledger == own[0]:
             return f"{url} belongs to this database already"
     wait(WATCH_S)
-    now = store.find(NAME)
-    if now is None or bytes(store.get_range(now, 0, now.size_bytes)) != before:
+    now = _find(store)
+    if now is None or now.data != before.data:
         raise Conflict(
             f"the owner of {url} lives: {find_owner(store) or 'it was removed meanwhile'}. Stop it first",
             code="storage_owner_lives",
         )
-    _put(store, _own(own[0], place, ""), now)
+    _put(store, _own(own[0], place, ""), now.info)
     return f"{url} belongs to this database now"
 
 
-def _read(store: ObjectStore, info: ObjectInfo) -> PrefixOwner:
+def _decode(store: ObjectStore, seen: _Seen) -> PrefixOwner:
     try:
-        if not 0 < info.size_bytes <= OWNER_BYTES_MAX:
-            raise msgspec.ValidationError(f"it has {info.size_bytes:,} bytes")
-        return msgspec.json.decode(bytes(store.get_range(info, 0, info.size_bytes)), type=PrefixOwner)
+        if not seen.data:
+            raise msgspec.ValidationError(f"it has {seen.info.size_bytes:,} bytes")
+        return msgspec.json.decode(seen.data, type=PrefixOwner)
     except msgspec.MsgspecError as error:
         raise InvalidConfig(
             f"{store.url}/{NAME} does not say whom the prefix belongs to ({error}): set [storage] objects to another "
@@ -280,10 +298,10 @@ def examine(url: str, engine: sa.Engine | None) -> tuple[str, bool, str]:
 def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
     """The owner of a prefix, which is `claimed.own` if there was none. Args: was_claimed: by this database, before."""
     store = claimed.store
-    if (seen := store.find(NAME)) is None:
+    if (seen := _find(store)) is None:
         owner = None
     else:
-        owner = claimed.read(seen) if was_claimed else _read(store, seen)
+        owner = claimed.read(seen) if was_claimed else _decode(store, seen)
     if owner is None:
         with contextlib.suppress(Conflict):  # another database was faster
             claimed.write(None)
