@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,8 @@ def known_errors() -> list[BatchmillError]:
     by_name = {kind.__name__: kind for kind in classes}
     pairs = {(kind, kind.code) for kind in classes}
     paths = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] in FRONTENDS]
-    trees = [ast.parse(path.read_text()) for path in paths]
+    may_name = re.compile(rf"\bcode=\s*[\"']|^class \w+\(.*\b({'|'.join(by_name)})\b", re.MULTILINE)
+    trees = [ast.parse(text) for path in paths if may_name.search(text := path.read_text())]
     for tree in trees:
         by_name |= _own_classes(tree, by_name)
     for tree in trees:
@@ -62,9 +64,8 @@ def _codes(tree: ast.Module) -> set[tuple[str, str]]:
     """(class, code) of every `Class(…, code="…")` of a module."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and (codes := [each.value for each in node.keywords if each.arg == "code"]):
             name = ast.unparse(node.func).rsplit(".", 1)[-1]
-            codes = [each.value for each in node.keywords if each.arg == "code"]
             found |= {(name, code.value) for code in codes if isinstance(code, ast.Constant)}
     return found
 

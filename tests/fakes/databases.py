@@ -19,7 +19,7 @@ from fakes.postgres_server import PostgresServer
 
 from batchmill.errors import DatabaseOwned
 from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.store.sql import owner_row
+from batchmill.store.sql import owner_row, postgres
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.postgres import PostgresBackend
 from batchmill.store.sql.schema import VERSION
@@ -201,6 +201,8 @@ def _claim(backend: PostgresBackend, data_dir: Path) -> None:
     backend.claim("the test", "", str(data_dir))
 
 
+# A process of tests may stand still for seconds in the middle of a transaction; no other owner waits for its locks.
+postgres.IDLE_IN_TRANSACTION_MS = 60_000
 databases = Databases()
 atexit.register(databases.close)
 sa.event.listen(sa.Engine, "connect", databases.connected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,10 +40,16 @@ def put_many(bucket: str, keys: Iterable[str]) -> None:
         backend.put_object(bucket, key, b"x")
 
 
+@functools.cache
+def _session() -> Session:
+    """It keeps the descriptions of services, which take 0.1 s to read."""
+    return Session()
+
+
 @contextmanager
 def bucket_client(url: str, bucket: str) -> Iterator[Any]:
     """botocore's own client, and a bucket that is empty before and gone after."""
-    client = Session().create_client(
+    client = _session().create_client(
         "s3", region_name="us-east-1", endpoint_url=url, aws_access_key_id=KEY, aws_secret_access_key=KEY,
         config=Config(proxies={}, s3={"addressing_style": "path"}),
     )  # fmt: skip

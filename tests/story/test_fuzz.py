@@ -17,7 +17,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
 LEAK = re.compile(r'Traceback|sqlite|sqlalchemy|SELECT |INSERT |File "|/data/(files|jobs)/|site-packages')
-EXAMPLES = 8  # of each operation, of each kind: the same in every run
+EXAMPLES = 5  # of each operation, of each kind: the same in every run
 PARTS = 6  # that the operations are divided into: each has its own time
 # Not: whether what fits the schema is accepted (a file must exist, too), and what a request without a key is told.
 CHECKS = [
