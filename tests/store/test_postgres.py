@@ -13,7 +13,7 @@ from fakes.databases import POSTGRESQL, databases, server
 from fakes.postgres_server import PostgresServer
 
 from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, InvalidTransition
-from batchmill.store.sql import owner_row, pooler, schema
+from batchmill.store.sql import diagnosis, owner_row, pooler, schema
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.diagnosis import diagnose
 from batchmill.store.sql.portable import insert_missing
@@ -183,11 +183,27 @@ def test_a_pooler_is_refused(url: sa.URL):
 
 
 def test_the_doctor_sees_a_database(database: Database, url: sa.URL):
-    """Every check of a sound database is in order, and names the owner."""
+    """Every check of a sound database is in order, and names the owner. The server of the tests syncs nothing."""
     found = {name: (ok, note) for name, ok, note in diagnose(url)}
-    assert all(ok for ok, _ in found.values())
+    assert [name for name, (ok, _) in found.items() if not ok] == ["durability"]
+    assert found["durability"][1].startswith("fsync is off: a loss of power can lose commits")
     assert found["owner"][1].startswith("the test")
-    assert set(found) == {"database", "PostgreSQL", "primary", "clock", "schema", "owner", "pooler"}
+    assert set(found) == {"database", "PostgreSQL", "primary", "durability", "clock", "schema", "owner", "pooler"}
+
+
+@pytest.mark.parametrize(("pages", "words"), [("on", "commits are synced"), ("off", "full_page_writes is off")])
+def test_the_doctor_sees_a_server_that_syncs(pages: str, words: str):
+    """Pages that are not written whole are right on some file systems."""
+
+    class Synced:
+        def execute(self, statement: sa.TextClause) -> sa.ScalarResult:
+            setting = pages if statement.text.endswith("full_page_writes") else "on"
+            return engine.connect().execute(sa.select(sa.literal(setting)))
+
+    engine = sa.create_engine("sqlite://")
+    _, ok, note = diagnosis._durability(Synced())  # type: ignore[arg-type]
+    assert ok and words in note
+    engine.dispose()
 
 
 def test_an_earlier_version_is_upgraded_by_its_owner_only(url: sa.URL, monkeypatch):

@@ -31,6 +31,7 @@ def diagnose(url: sa.URL) -> Iterator[tuple[str, bool, str]]:
             yield "PostgreSQL", is_new, f"version {version}" + ("" if is_new else ": use PostgreSQL 13 or newer")
             yield "primary", not is_standby, "it is a standby: name its primary" if is_standby else "it can be written"
             db.rollback()
+            yield _durability(db)
             yield _clock(db)
             yield _stamp(db)
             yield _owner(db)
@@ -43,6 +44,17 @@ def diagnose(url: sa.URL) -> Iterator[tuple[str, bool, str]]:
                 yield "pooler", False, error.message
     except sa.exc.SQLAlchemyError as error:
         raise translate(place, error) from error
+
+
+def _durability(db: sa.Connection) -> tuple[str, bool, str]:
+    """Whether commits outlive a loss of power. batchmill itself sets `synchronous_commit` for its connections."""
+    settings = {name: db.execute(sa.text(f"SHOW {name}")).scalar_one() for name in ("fsync", "full_page_writes")}
+    if settings["fsync"] == "off":
+        return "durability", False, "fsync is off: a loss of power can lose commits and damage the database; set it on"
+    if settings["full_page_writes"] == "off":
+        note = "full_page_writes is off, which is right only on a file system that writes pages whole, such as ZFS"
+        return "durability", True, f"commits are synced; {note}"
+    return "durability", True, "commits are synced"
 
 
 def _clock(db: sa.Connection) -> tuple[str, bool, str]:
