@@ -162,15 +162,21 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def make_folder(folder: Path, mode: int = 0o700) -> None:
-    """Make a folder and its missing parents, unless they are there, and make their names durable."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
+def make_folder(folder: Path, mode: int = 0o700, parents_mode: int | None = None) -> None:
+    """Make a folder and its missing parents, unless they are there, and make their names durable.
+
+    Args: parents_mode: None: as the folder's. Raises: OSError; NotADirectoryError where something else has the name.
+    """
+    missing, present = [], folder
+    while not present.exists():
+        missing.append(present)
+        present = present.parent
     for each in reversed(missing):
-        each.mkdir(mode, exist_ok=True)
-        sync_folder(each.parent)
+        each.mkdir(mode if each == folder or parents_mode is None else parents_mode, exist_ok=True)
+        with suppress(PermissionError):  # who owns the parent may let this user write there, and not read
+            sync_folder(each.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def sync_tree(folder: Path) -> None:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.models.adapters.reading import find_mismatch, read_adapter
 from batchmill.optional import require
-from batchmill.part_files import make_folder
+from batchmill.part_files import make_folder, sync_file, sync_folder
 from batchmill.wire.adapter_bundles import FILES, check_names, too_large
 
 HUB = "batchmill.models.adapters.hub:download"
@@ -149,14 +149,14 @@ def settle(staged: Path, home: Path) -> Fetched:
     read_adapter(staged)
     for path in staged.iterdir():
         path.chmod(0o444)
-        _sync(path)
-    _sync(staged)
+        sync_file(path)
+    sync_folder(staged)
     try:
         staged.rename(home)
     except OSError:
         if not home.is_dir():  # else another one was faster
             raise
-    _sync(home.parent)
+    sync_folder(home.parent)
     return measure(home)
 
 
@@ -217,11 +217,3 @@ def _read_chunks(path: Path, write: Callable[[bytes], None]) -> None:
 def copy_chunks(file: BinaryIO, write: Callable[[bytes], None]) -> None:
     while chunk := file.read(CHUNK_BYTES):
         write(chunk)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from batchmill.config import Config
 from batchmill.errors import InvalidConfig, to_storage_error
-from batchmill.part_files import sync_folder
+from batchmill.part_files import make_folder
 from batchmill.store.names import DATABASE
 
 log = logging.getLogger("batchmill.owner")
@@ -32,7 +31,7 @@ def has_models(config: Config) -> bool:
 def prepare_data_dir(data_dir: Path) -> None:
     """Create the folder and make it private. Raises: InvalidConfig if it is unusable or belongs to another user."""
     try:
-        make_durable(data_dir)
+        make_folder(data_dir, FOLDER_MODE, parents_mode=0o777)
         if make_private(data_dir):
             log.warning("other users could open the data directory %s: now only this user can", data_dir)
         tempfile.TemporaryFile(dir=data_dir, buffering=0).close()  # it has no name: threads do this at once
@@ -41,17 +40,6 @@ def prepare_data_dir(data_dir: Path) -> None:
             f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
         )
         raise to_storage_error(error) or unwritable from None
-
-
-def make_durable(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync each one so that a power failure does not lose them."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True, mode=0o700 if each == folder else 0o777)
-        with contextlib.suppress(PermissionError):  # the parent may be writable but not readable
-            sync_folder(each.parent)
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def try_lock(data_dir: Path) -> int | None:
