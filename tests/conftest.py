@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from fakes import trusted_authority  # noqa: F401 - first: others keep the environment as it is then
 from fakes.databases import POSTGRESQL, SQLITE, databases
-from fakes.preloaded import PRELOADED, PreloadedPopen
+from fakes.preloaded import PreloadedPopen
 from fakes.slow_files import SlowFiles
 from hypothesis import HealthCheck, settings
 
@@ -98,11 +99,6 @@ subprocess.Popen = PreloadedPopen
 # engine takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-# The one authority that clients of the tests trust: to read those of the machine takes each client 27 ms.
-os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "fakes" / "tls" / "localhost.pem")
-os.environ.pop("SSL_CERT_DIR", None)
-PRELOADED.environ = dict(os.environ)
 
 # Folders of tests lie in memory where there is room: nothing of a test outlives the machine, and a third of the time of
 # jobs would be waits for a disk.

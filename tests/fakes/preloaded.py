@@ -79,7 +79,7 @@ class Preloaded:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
-        self.environ = dict(os.environ)  # of the server: before a test changes any
+        self._environ = dict(os.environ)  # before a test changes any
 
     @property
     def pid(self) -> int:
@@ -105,7 +105,7 @@ class Preloaded:
         room = " " * SHOWN_CHARS
         process = REAL_POPEN(
             [sys.executable, str(SERVER), self._address, room], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**self.environ, "ROOM": room, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be in no fork
+            env={**self._environ, "ROOM": room, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be in no fork
         )  # fmt: skip
         try:
             assert process.stdout is not None
@@ -125,10 +125,10 @@ class Preloaded:
         if not IS_ENABLED:
             return False
         _ = self.address
-        return read_at_start(environ) == read_at_start(self.environ)
+        return read_at_start(environ) == read_at_start(self._environ)
 
     def can_run_module(self, environ: dict[str, str]) -> bool:
-        return self.can_run(self.environ) and is_like(self.environ, environ)
+        return self.can_run(self._environ) and is_like(self._environ, environ)
 
     def start(
         self, argv: list[str], *, path: str, cwd: str, environ: dict[str, str], new_session: bool, fds: dict[int, int]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from batchmill import part_files
 from batchmill.errors import InvalidConfig, JobPaused
-from batchmill.services.data_dirs import data_dirs
 from batchmill.services.data_dirs.data_dirs import make_private, prepare_data_dir
 from batchmill.store.sql.database import Database
 
@@ -86,7 +86,7 @@ def test_the_database_is_never_readable_by_others(tmp_path: Path) -> None:
 def test_a_new_data_directory_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each folder on the way to a data directory that is made is brought to the disk in the one that it lies in."""
     synced: list[Path] = []
-    monkeypatch.setattr(data_dirs, "sync_folder", synced.append)
+    monkeypatch.setattr(part_files, "sync_folder", synced.append)
     place = tmp_path / "one" / "two" / "data"
     prepare_data_dir(place)
     assert synced == [tmp_path, tmp_path / "one", tmp_path / "one" / "two"]
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_the_machine_is_no_bad_input(
     def fails(folder: Path) -> None:
         raise OSError(number, os.strerror(number), str(folder))
 
-    monkeypatch.setattr(data_dirs, "sync_folder", fails)
+    monkeypatch.setattr(part_files, "sync_folder", fails)
     with pytest.raises(kind, match=expected):
         prepare_data_dir(tmp_path / "data")
 

@@ -48,10 +48,9 @@ def diagnose(url: sa.URL) -> Iterator[tuple[str, bool, str]]:
 
 def _durability(db: sa.Connection) -> tuple[str, bool, str]:
     """Whether commits outlive a loss of power. batchmill itself sets `synchronous_commit` for its connections."""
-    settings = {name: db.execute(sa.text(f"SHOW {name}")).scalar_one() for name in ("fsync", "full_page_writes")}
-    if settings["fsync"] == "off":
+    if db.execute(sa.text("SHOW fsync")).scalar_one() == "off":
         return "durability", False, "fsync is off: a loss of power can lose commits and damage the database; set it on"
-    if settings["full_page_writes"] == "off":
+    if db.execute(sa.text("SHOW full_page_writes")).scalar_one() == "off":
         note = "full_page_writes is off, which is right only on a file system that writes pages whole, such as ZFS"
         return "durability", True, f"commits are synced; {note}"
     return "durability", True, "commits are synced"
