@@ -1,7 +1,7 @@
 """Fault points between two durable steps, at which a test may kill a process: BATCHMILL_FAULT=NAME:COUNT:FILE.
 
-The first process that passes the point NAME for the COUNT-th time creates FILE and ends by SIGKILL. Without the
-variable a point costs one comparison.
+The first process that passes the point NAME for the COUNT-th time creates FILE and ends by SIGKILL, or gets another
+signal, BATCHMILL_FAULT_SIGNAL=SIGSTOP. Without the variable a point costs one comparison.
 """
 
 from __future__ import annotations
@@ -120,10 +120,11 @@ BACKUP_POINTS = (
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")
 _left = int(_count or 1)
+_signal = signal.Signals[os.environ.get("BATCHMILL_FAULT_SIGNAL", "SIGKILL")]
 
 
 def point(name: str) -> None:
-    """Kill the process here if BATCHMILL_FAULT names this point."""
+    """Kill or stop the process here if BATCHMILL_FAULT names this point."""
     global _left
     if name != _name:
         return
@@ -133,4 +134,4 @@ def point(name: str) -> None:
             os.close(os.open(_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), _signal)

@@ -69,6 +69,9 @@ class RunningServer:
     def hold(self) -> None:
         """Stop it until it gets SIGCONT. Returns once it has stopped."""
         self.signal(signal.SIGSTOP)
+        self.wait_until_held()
+
+    def wait_until_held(self) -> None:
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.001)
 

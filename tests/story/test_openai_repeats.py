@@ -19,7 +19,6 @@ from openai import OpenAI
 from openai_story import TIMEOUT_S, ended, lines, row, write_project
 from running_server import RunningServer
 
-ATTEMPTS_MAX = 100
 ORDER = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
@@ -57,23 +56,21 @@ def send(url: str, order: dict) -> socket.socket:
     return sock
 
 
-def leave_unanswered(server: RunningServer, order: dict, *, with_reset: bool) -> str | None:
-    """Order, and leave between the moment the job is stored and its reply. None: the reply was quicker."""
-    database = sqlite3.connect(server.folder / "data" / "batchmill.db")
-    with contextlib.closing(database), send(server.url, order) as sock:
-        request = hashlib.sha256(json.dumps(order).encode()).hexdigest()
-        query = "SELECT job FROM submissions WHERE fingerprint = ?"
-        while not (found := database.execute(query, (request,)).fetchone()):
-            pass
-        server.hold()  # so that no reply comes between the look and the end
+def leave_unanswered(server: RunningServer, order: dict, *, with_reset: bool) -> str:
+    """Order, and leave between the moment the job is stored, where the server stops itself, and its reply."""
+    request = hashlib.sha256(json.dumps(order).encode()).hexdigest()
+    with send(server.url, order) as sock:
+        server.wait_until_held()
+        with contextlib.closing(sqlite3.connect(server.folder / "data" / "batchmill.db")) as database:
+            query = "SELECT job FROM submissions WHERE fingerprint = ?"
+            [(job,)] = database.execute(query, (request,)).fetchall()
         if with_reset:  # the kernel drops what is unsent or unread, and says so to the other side
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        with pytest.raises(BlockingIOError):
             sock.recv(1, socket.MSG_PEEK)
-            found = (None,)
     server.signal(signal.SIGCONT)
-    return found[0]
+    return job
 
 
 def post(url: str, order: dict, **headers: str) -> httpx2.Response:
@@ -140,14 +137,10 @@ def test_a_retry_of_the_package_is_the_first_order(server, order):
 def test_a_reply_that_found_nobody_leaves_the_order_open(tmp_path, with_reset):
     """Whoever left before the reply gets the same batch when they ask again without any key, and only once."""
     write_project(tmp_path)
-    with RunningServer(tmp_path) as server:
-        file_id = upload(server.url)
-        for attempt in range(ATTEMPTS_MAX):
-            order = {**ORDER, "input_file_id": file_id, "metadata": {"attempt": str(attempt)}}
-            job = leave_unanswered(server, order, with_reset=with_reset)
-            if job is not None:
-                break
-        assert job is not None, "every reply was quicker"
+    fault = {"BATCHMILL_FAULT": f"after_create:1:{tmp_path / 'held'}", "BATCHMILL_FAULT_SIGNAL": "SIGSTOP"}
+    with RunningServer(tmp_path, env=fault) as server:
+        order = {**ORDER, "input_file_id": upload(server.url)}
+        job = leave_unanswered(server, order, with_reset=with_reset)
         first = post(server.url, order).json()["id"]
         assert first.removeprefix("batch_") == job.removeprefix("job_")
         assert post(server.url, order).json()["id"] != first
