@@ -399,6 +399,31 @@ async def test_an_owner_that_died_leaves_a_paused_job(folder, opened):
     assert (await end_of(heir, submitted.id)).rows_ok == ROWS
 
 
+async def test_a_pause_of_an_interrupted_job_lasts(folder, opened):
+    """A job that is paused after its owner ended stays so for those who follow it; others are resumed for them."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    await service.close(at_once=True)
+    heir = await opened()
+    assert (await heir.show(submitted.id)).reason == "interrupted"
+    assert (await heir.pause(submitted.id)).reason == "asked"
+    await heir.resume_interrupted(submitted.id)
+    assert [view.state async for view in heir.watch(submitted.id)] == ["paused"]
+    with pytest.raises(InvalidTransition):
+        await heir.pause(submitted.id)
+
+
+async def test_an_interrupted_job_is_resumed_once(folder, opened):
+    """Two who follow it ask for that: the second one finds what became of it."""
+    service = await opened()
+    submitted = await service.submit(order(folder))
+    await service.close(at_once=True)
+    heir = await opened()
+    await heir.resume_interrupted(submitted.id)
+    assert (await end_of(heir, submitted.id)).state == "completed"
+    await heir.resume_interrupted(submitted.id)
+
+
 async def test_a_function_that_cannot_be_loaded(folder, opened):
     """A model that cannot start pauses the job with the reason; nothing is lost."""
     service = await opened()

@@ -153,7 +153,7 @@ class JobHandlers:
         query: WatchJob = call.query
         view = await self._jobs.show(call.name)
         if view.state == JobState.PAUSED and view.reason == PauseReason.INTERRUPTED:
-            await self._jobs.resume(call.name)
+            await self._jobs.resume_interrupted(call.name)
         return self._jobs.watch(call.name, query.interval_s)
 
 

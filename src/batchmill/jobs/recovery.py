@@ -32,6 +32,7 @@ from batchmill.store.sql.transactions import Record
 
 ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from providers may take longer
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
+NOT_REQUESTED = frozenset(PauseReason) - {PauseReason.REQUESTED}
 
 
 class Recovery:
@@ -105,7 +106,7 @@ class Recovery:
         self._stalled.stranded.discard(job_id)
         try:
             if not is_stranded or await self._pause_interrupted(job_id):
-                await self._transitions.resume(job_id)
+                await self._transitions.resume(job_id, only=NOT_REQUESTED)
         except InvalidTransition:
             return  # its state was changed meanwhile
         except (StorageFull, StorageFailed, DatabaseUnavailable):

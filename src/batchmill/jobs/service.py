@@ -40,6 +40,7 @@ from batchmill.jobs.transitions import Transitions
 from batchmill.jobs.turns import Turns
 from batchmill.ports.clock import Clock
 from batchmill.ports.jobs import Adapters, Live
+from batchmill.states import PauseReason
 from batchmill.store.disk_room import DiskReserve
 from batchmill.store.sql.transactions import Record
 from batchmill.types import (
@@ -235,6 +236,9 @@ class JobService:
     async def resume(self, job_id: str) -> JobView:
         await self._transitions.resume(job_id)
         return await self.show(job_id)
+
+    async def resume_interrupted(self, job_id: str) -> None:
+        await self._transitions.resume(job_id, only={PauseReason.INTERRUPTED})
 
     async def cancel(self, job_id: str) -> JobView:
         await self._transitions.cancel(job_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -39,10 +39,24 @@ class Transitions:
 
     async def pause(self, job_id: str) -> None:
         record = await self._record(job_id)
+        message = f"paused; `batchmill resume {record['id']}` continues it"
+        if await self._stays_paused(record["id"], message):
+            return
         runner = self._active.get(record["id"])
         if runner is None or record["state"] == JobState.CANCELLING:
             raise InvalidTransition(f"the job {record['id']} is {record['state']}: only a running job can be paused")
-        await runner.pause(PauseReason.REQUESTED, f"paused; `batchmill resume {record['id']}` continues it")
+        await runner.pause(PauseReason.REQUESTED, message)
+        await self._stays_paused(record["id"], message)  # the end of the owner may have come first
+
+    async def _stays_paused(self, job_id: str, message: str) -> bool:
+        """Have a job stay paused that the end of its owner interrupted: who follows it would resume it."""
+        async with self._active.lock(job_id):  # a resume that has begun comes first
+            record = await self._record(job_id)
+            if record["reason"] != PauseReason.INTERRUPTED or self._active.running(job_id) is not None:
+                return False
+            log = self._tools.commit_log
+            await log.write(log.ledger.note, job_id, reason=PauseReason.REQUESTED, message=message)
+            return True
 
     async def fail_rows(self, job_id: str) -> None:
         record = await self._record(job_id)
@@ -51,11 +65,14 @@ class Transitions:
         if (runner := self._active.running(record["id"])) is not None:
             runner.fail_rows()
 
-    async def resume(self, job_id: str) -> None:
+    async def resume(self, job_id: str, *, only: Collection[PauseReason] | None = None) -> None:
+        """Args: only: for these reasons, of which one may have changed meanwhile."""
         record = await self._record(job_id)
         async with self._active.lock_job(record):
             if await self._active.wait_settled(record["id"]) is None:
                 record = await self._record(record["id"])
+                if only is not None and record["reason"] not in only:
+                    return
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(
                         f"the job {record['id']} is {record['state']}: only a paused job is resumed"

@@ -59,9 +59,13 @@ class Jobs(Protocol):
     def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         """Yield views of a job: one at once, then one in each interval; the last when it is paused or has ended."""
 
-    async def pause(self, job_id: str) -> JobView: ...
+    async def pause(self, job_id: str) -> JobView:
+        """Pause a running job. One that the end of its owner interrupted stays paused: who follows it leaves it so."""
 
     async def resume(self, job_id: str) -> JobView: ...
+
+    async def resume_interrupted(self, job_id: str) -> None:
+        """Resume a job that the end of its owner interrupted; any other stays as it is."""
 
     async def cancel(self, job_id: str) -> JobView:
         """End a job without its remaining rows; finished ones are kept.
