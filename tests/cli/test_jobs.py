@@ -8,7 +8,7 @@ import pytest
 
 from batchmill.cli.jobs import jobs as jobs_commands
 from batchmill.errors import BatchmillError
-from batchmill.types import JobQuery, Problem, RetryChange
+from batchmill.types import JobQuery, Problem, RetryChange, Sample
 
 
 def test_jobs_are_listed_one_a_line(app, call, view):
@@ -205,6 +205,33 @@ def test_going_on_follows_the_job_to_its_end(app, call, view, verb, expected):
     assert result.exit_code == 3 and app.jobs.asked == [(verb, "job_1")]
     assert expected in result.stderr and "job job_1: completed" in result.stdout
     assert app.jobs.retries == ([(RetryChange(), None)] if verb == "retry" else [])
+
+
+@pytest.mark.parametrize("verb", ["resume", "retry"])
+def test_going_on_is_not_over_after_the_sample_of_another_command(app, call, view, monkeypatch, verb):
+    """When the owner ends, the next one may be a command that wants a sample of the job: the others run after it."""
+    app.jobs.add(view())
+    steer, changes = app.jobs.steer, []
+
+    async def change(job_id):
+        changes.append(job_id)
+        is_first = len(changes) == 1
+        sampled = view(state="paused", reason="sampled", rows_ok=4, sample=Sample(4))
+        app.jobs.add(view(), sampled if is_first else view(state="completed", rows_ok=10))
+        return view()
+
+    async def change_by_verb(job_id, verb):
+        await steer(job_id, verb)
+        return await change(job_id)
+
+    async def retry(job_id, changed, model):
+        return await change(job_id)
+
+    monkeypatch.setattr(app.jobs, "steer", change_by_verb)
+    monkeypatch.setattr(app.jobs, "retry", retry)
+    result = call(verb, "job_1")
+    assert result.exit_code == 0 and "job job_1: completed" in result.stdout and len(changes) == 2
+    assert app.jobs.asked[-1] == ("resume", "job_1")
 
 
 def test_what_does_not_fit_the_state_is_refused(app, call, view):

@@ -424,9 +424,9 @@ def test_another_owner_runs_the_sample_of_its_own_command(app, call, view, monke
         return await submit(order)
 
     monkeypatch.setattr(app.jobs, "submit", submit_again)
-    result = call(*RUN)
+    result = call(*RUN, "--restart")
     assert result.exit_code == 0 and "job job_1: completed" in result.stdout
-    assert [order.sample for order in app.jobs.orders] == [None, None]
+    assert [(order.sample, order.restart) for order in app.jobs.orders] == [(None, True), (None, False)]
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):

@@ -374,4 +374,4 @@ async def _await_change(change: Awaitable[JobView], jobs: JobsClient, job_id: st
 async def _continue(session: Session, change: Callable[[JobsClient], Awaitable[JobView]], how: str) -> int:
     async with session.app.open_jobs(session.config()) as jobs:
         view = await change(jobs)
-        return await follow_to_end(session, jobs, Submitted(view.id, how))
+        return await follow_to_end(session, jobs, Submitted(view.id, how), is_whole=view.sample is None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import (
@@ -29,7 +30,7 @@ from batchmill.cli.values import COUNT, POSITIVE, NameList
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.states import PauseReason
-from batchmill.types import JobOrder, JobView, Submitted
+from batchmill.types import JobOrder, JobView, Sample, Submitted
 from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.job_spec import EXISTS, NO_SAMPLE, OUTDATED
@@ -224,14 +225,17 @@ async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Subm
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=True)
     finally:
         display.close()
-    return _has_run_for_others(session, followed, order)
+    return _has_run_for_others(session, followed, order.sample)
 
 
-def _has_run_for_others(session: Session, followed: Followed, order: JobOrder) -> bool:
-    """Whether the job rests after the sample of another command: the rows of this one have not all run."""
+def _has_run_for_others(session: Session, followed: Followed, sample: Sample | None) -> bool:
+    """Whether the job rests after the sample of another command: the rows of this one have not all run.
+
+    Args: sample: of this command.
+    """
     if session.server_url is not None or followed.was_interrupted:  # at a server, each order is a job of its own
         return False
-    return followed.view.reason == PauseReason.SAMPLED and followed.view.sample != order.sample
+    return followed.view.reason == PauseReason.SAMPLED and followed.view.sample != sample
 
 
 async def _follow_order(
@@ -244,9 +248,9 @@ async def _follow_order(
         while True:
             is_shared = submitted.how == "joined"
             followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
-            if not _has_run_for_others(session, followed, order):
+            if not _has_run_for_others(session, followed, order.sample):
                 break
-            submitted = await _submit(session, config, jobs, order)
+            submitted = await _submit(session, config, jobs, replace(order, restart=False))  # it was started over
     finally:
         display.close()
     return await _show_end(session, followed, order, is_piped=is_piped)
@@ -273,13 +277,20 @@ async def _show_update(session: Session, config: Config, order: JobOrder) -> Non
     session.say(f"with --update: {rows}" + (f", {count(plan.folded)} folded" if plan.folded else ""))
 
 
-async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
-    """Show a job until it ends or pauses, and print its summary. Returns: the exit code."""
+async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted, *, is_whole: bool) -> int:
+    """Show a job until it ends or pauses, and print its summary. Returns: the exit code.
+
+    Args: is_whole: all of its rows are to run, also if another command has it run a sample meanwhile.
+    """
     display = display_for(session)
     try:
         await _announce(session, jobs, submitted, display)
         is_shared = submitted.how == "joined"
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
+        while is_whole and _has_run_for_others(session, followed, None):
+            with contextlib.suppress(InvalidTransition):  # it has ended meanwhile
+                await jobs.steer(submitted.id, "resume")
+            followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
     finally:
         display.close()
     return await _show_end(session, followed, None)
