@@ -144,6 +144,21 @@ def test_a_sample_first(data_dir: str):
     assert everything.how == "finished" and len(everything.to_pandas()) == 5
 
 
+def test_all_rows_beside_a_sample_of_them(data_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A call for all rows that joins a sample goes on after it, and hands out every row."""
+    monkeypatch.setenv("INPROCESS_PLACE", str(tmp_path))
+    data = {"n": list(range(90))}
+    sample = batchmill.run(data, model=COUNTED, data_dir=data_dir, limit=61, wait=False)
+    while not (tmp_path / "blocked").exists():
+        assert sample.is_running
+        time.sleep(0.001)
+    whole = batchmill.run(data, model=COUNTED, data_dir=data_dir, wait=False)
+    assert (whole.id, whole.how) == (sample.id, "joined")
+    (tmp_path / "go").touch()
+    whole.wait()
+    assert not whole.is_sampled and sorted(row["n"] for row in whole) == data["n"]
+
+
 async def test_in_a_running_loop(data_dir: str):
     """A notebook has an event loop already: `run` works beside it, `arun` in it, two jobs at once."""
     frames = [pl.DataFrame({"text": ["q" * n], "n": [n]}) for n in (11, 12)]

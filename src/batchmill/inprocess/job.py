@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from msgspec.structs import replace
 
 from batchmill.cli.clients import OwnerJobs
 from batchmill.client.frame_shapes import (
@@ -35,7 +38,7 @@ from batchmill.inprocess.results import (
     stored_table,
 )
 from batchmill.states import JobState
-from batchmill.types import JobView, RetryChange, Submitted
+from batchmill.types import JobView, RetryChange, Sample, Submitted
 
 if TYPE_CHECKING:
     import pandas
@@ -63,6 +66,7 @@ class Job:
         self._background: Background = background()
         self._submitted: Future[Submitted] = Future()
         self._view = JobView(id="", state=JobState.VALIDATING)
+        self._sample: Sample | None = None  # the rows that this program asked for
         self._stored: StoredTable | None = None
         self._changed = threading.Event()
         self._running: Future[None] = self._background.start(self._run())
@@ -78,10 +82,14 @@ class Job:
                 order = await make_order(
                     app, self._config, self._cwd, self._paths, self._keywords, is_spooled=self._shape is not None
                 )
+                self._sample = order.sample
                 submitted = await jobs.submit(order)
                 self._view = await jobs.show(submitted.id)
                 self._submitted.set_result(submitted)
                 await self._follow(jobs)
+                while self._has_run_for_others:
+                    await jobs.submit(replace(order, restart=False))
+                    await self._follow(jobs)
         except BaseException as error:
             if not self._submitted.done():
                 self._submitted.set_exception(error)
@@ -93,6 +101,11 @@ class Job:
         async for view in jobs.watch(self.id, VIEW_S):
             self._view = view
             self._changed.set()
+
+    @property
+    def _has_run_for_others(self) -> bool:
+        """Whether the job rests after the sample of another process: the rows of this one have not all run."""
+        return is_sampled(self._view) and self._view.sample != self._sample
 
     def accepted(self) -> None:
         """Wait until the job is one. Raises: InvalidInput for an order that cannot run."""
@@ -265,8 +278,13 @@ class Job:
         try:
             async with self._background.use(self._config) as (_, jobs):
                 self._view = await jobs.retry(self.id, change, None)
+                self._sample = self._view.sample  # a retry is of all rows
                 retried.set_result(None)
                 await self._follow(jobs)
+                while self._has_run_for_others:
+                    with suppress(InvalidTransition):  # it has ended meanwhile
+                        await jobs.steer(self.id, "resume")
+                    await self._follow(jobs)
         except BaseException as error:
             if not retried.done():
                 retried.set_exception(error)
@@ -358,8 +376,9 @@ class Job:
             path.unlink()
 
     async def _gather(self) -> str:
+        sampled = self._sample is not None and self._view.sample is not None
         async with self._background.use(self._config) as (_, jobs):
-            return await jobs.partial(self.id, is_numbered=True, sampled=self._view.sample is not None)
+            return await jobs.partial(self.id, is_numbered=True, sampled=sampled)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         """As `__iter__`."""
