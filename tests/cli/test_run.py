@@ -429,6 +429,14 @@ def test_another_owner_runs_the_sample_of_its_own_command(app, call, view, monke
     assert [(order.sample, order.restart) for order in app.jobs.orders] == [(None, True), (None, False)]
 
 
+def test_a_sample_for_a_pipe_that_another_command_has_gone_on_with(app, call, view):
+    """Its rows are not there to be written any more: that is no success."""
+    app.jobs.add(view(), view(state="paused", reason="sampled", rows_ok=4, sample=Sample(4)))  # `show` finds it running
+    result = call(*RUN, "--limit", "4", "-o", "-")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "another command has gone on with the job job_1" in result.stderr
+
+
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):
     """A job that completes while it is to be paused is complete."""
     app.jobs.add(view(), view(state="completed", rows_ok=10))

@@ -18,7 +18,8 @@ from batchmill.cli.session import Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.services.data_dirs import data_dirs
-from batchmill.states import PauseReason
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobView
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
@@ -86,6 +87,7 @@ async def piped_results(
 
     Rows come early as JSON lines of a job on this machine, in the order of the input, and not into a terminal, which
     shows the progress meanwhile. Raises: BrokenPipeError where nobody reads them; the job is paused then.
+    InvalidTransition for a job of this machine that goes on with other rows before these are written.
     """
     written = 0
     if output_format == "jsonl" and session.server_url is None and not sys.stdout.isatty():
@@ -108,6 +110,15 @@ async def piped_results(
         return
     if view.state in results.WITH_RESULTS and (view.output or view.errors_output):
         await results.write_results(session, config, view, results.Wanted(kind=output_format, skipped_bytes=written))
+    elif session.server_url is None and _is_running(view) and not session.interrupts.count:
+        raise InvalidTransition(
+            f"another command has gone on with the job {job_id} before its rows were written: "
+            f"batchmill results {job_id} --partial"
+        )
+
+
+def _is_running(view: JobView) -> bool:
+    return view.state != JobState.PAUSED and not JobState(view.state).is_at_rest
 
 
 async def _pause(jobs: JobsClient, job_id: str) -> None:
