@@ -45,11 +45,12 @@ def folder(tmp_path):
 class Command:
     """A `batchmill` process whose JSON lines are read as they come."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, fault: str = "") -> None:
         line = [sys.executable, "-m", "batchmill", "--json", "--data-dir", str(folder / "data"), *words]
         self._process = subprocess.Popen(
-            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "BATCHMILL_FAULT": fault},
+        )  # fmt: skip
         self.messages: list[dict] = []
         self._running = threading.Event()
         self._reading = threading.Thread(target=self._read)
@@ -85,8 +86,9 @@ class Command:
         return self.messages[-1]["job"]
 
 
-def run(folder: Path, function: str, output: str, *words: str) -> Command:
-    return Command(folder, "run", "in.jsonl", "--model", f"function:app.py:{function}", "-o", output, *words)
+def run(folder: Path, function: str, output: str, *words: str, fault: str = "") -> Command:
+    line = ["run", "in.jsonl", "--model", f"function:app.py:{function}", "-o", output, *words]
+    return Command(folder, *line, fault=fault)
 
 
 def ids(path: Path) -> list[str]:
@@ -112,6 +114,21 @@ def test_the_same_run_twice_is_one_job(folder):
     assert first.end()[0] == 0 and second.end()[0] == 0
     assert second.job["id"] == first.job["id"]
     assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+@pytest.mark.parametrize("flag", ["--restart", "--overwrite"])
+def test_an_order_whose_reply_is_lost_with_the_owner(folder, flag):
+    """It is sent again, to the next owner, which knows the job that it has become: it is not begun twice."""
+    first = run(folder, "patient", "one.jsonl", fault=f"after_create:2:{folder / 'fired'}")
+    first.wait_until_rows_are_done()
+    second = run(folder, "slow", "two.jsonl", flag)
+    code, said = second.end()
+    assert code == 0, said
+    assert (folder / "fired").exists() and first.end()[0] == -signal.SIGKILL
+    listed = Command(folder, "jobs")
+    assert listed.end()[0] == 0
+    found = {message["job"]["id"]: message["job"]["state"] for message in listed.messages}
+    assert found == {first.job["id"]: "paused", second.job["id"]: "completed"}
 
 
 def test_the_whole_run_beside_a_sample_of_it(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -23,6 +24,7 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     ModelSpec,
+    Once,
     RemoteJob,
     RetryChange,
     Submitted,
@@ -146,9 +148,14 @@ class OwnerJobs(JobsClient):
         self._expect = expect
 
     async def submit(self, order: JobOrder) -> Submitted:
+        """A request whose reply is lost is sent again, to the next owner. By its key that knows the job which the first
+        one has created: `restart` and `overwrite` would begin another.
+        """
         if self._expect is not None:
             self._expect(order.models)
-        return await self._client.call(calls.typed_request(operations.RUN, body=order))
+        once = Once(f"submit:{os.urandom(16).hex()}", fingerprint="")
+        submitted = await self._client.call(calls.typed_request(operations.RUN, body=replace(order, once=once)))
+        return replace(submitted, how="started") if submitted.how == "repeated" else submitted
 
     async def retry(self, job_id: str, change: RetryChange, model: ModelSpec | None) -> JobView:
         return await self._client.call(
