@@ -75,7 +75,7 @@ async def shop(tmp_path):
 
 
 async def test_a_small_job_does_not_wait_for_a_large_one(shop):
-    """Ten rows that are planned have run before a job of 100,000, submitted long before, has run a hundredth of its own."""
+    """Ten rows that are planned have run before a job of 100,000, submitted long before, has run a hundredth of it."""
     large = await shop.submit("large", LARGE_ROWS)
     await shop.wait_for(large, 1)
     small = await shop.submit("small", SMALL_ROWS, URGENT)
