@@ -253,7 +253,7 @@ def take_over(url: str, engine: sa.Engine | None, place: str, wait: Callable[[fl
             return f"{url} belongs to this database already"
     wait(WATCH_S)
     now = _find(store)
-    if now is None or now.data != before.data:
+    if now != before:
         raise Conflict(
             f"the owner of {url} lives: {find_owner(store) or 'it was removed meanwhile'}. Stop it first",
             code="storage_owner_lives",
