@@ -19,7 +19,13 @@ from batchmill.errors import StorageFailed, TermOver, Unavailable
 
 _TIME = struct.Struct("d")
 POLL_S = 0.05
+PATIENCE_S = 30.0  # of a task whose term is over, for another renewal
 _PREFIX = ",prefix="  # in a path: before the file of a `PrefixTerm`
+_TASK = "task="  # in a path: before the file of a `TaskTerm`
+_NOT_HEARD = (
+    "no renewal of the owner's term has reached this node in time, and another process may be the owner: nothing is "
+    "written to the object store"
+)
 _NOT_RENEWED = (
     "the owner.json of [storage] was not renewed in time, and another database may have taken the prefix over: nothing "
     "is written or removed there until it is renewed; the log of the server says what is in the way"
@@ -203,8 +209,33 @@ class _ReadPrefixTerm(PrefixTerm):
         self.refusal = data[_TIME.size :].decode(errors="replace")
 
 
+class TaskTerm(ReadTerm):
+    """The term of an owner on another machine, in a process of this one whose driver renews it there: it says how long
+    objects may be changed.
+    """
+
+    @property
+    def path(self) -> str:
+        return f"{_TASK}{self._path}"
+
+    def check(self) -> None:
+        """Wait for a renewal, which may be late. Raises: Unavailable after PATIENCE_S."""
+        ends_s = now_s() + PATIENCE_S
+        while self.is_over():
+            if now_s() >= ends_s:
+                raise Unavailable(_NOT_HEARD, code="store_unavailable")
+            time.sleep(POLL_S)
+
+
+def files_term_at(path: str) -> Term:
+    """As `term_at`, for files of the data directory: they are the owner's, whosever the prefix is."""
+    return term_at(path.partition(_PREFIX)[0])
+
+
 def term_at(path: str) -> Term:
     """The term of the owner that this process works for. Args: path: see `Term.path`."""
+    if path.startswith(_TASK):
+        return TaskTerm(path.removeprefix(_TASK))
     path, _, prefix_path = path.partition(_PREFIX)
     owner = ReadTerm(path) if path else ENDLESS
     return _ReadPrefixTerm(owner, prefix_path) if prefix_path else owner

@@ -130,9 +130,10 @@ def test_a_task_on_its_node(tmp_path: Path, order: bytes, flaw: str) -> None:
     cache = tmp_path / "cache"
     storage = frames.NodeStore(Storage(f"file://{tmp_path}/store"), str(cache), 1000, "/data-of-the-owner")
     sent = frames.TaskOrder(f"{__name__}:echo", order, [], storage, __version__)
-    reply = frames.task_replies.decode(run_task(frames.encode(sent)))
+    reply = frames.task_replies.decode(run_task(frames.encode(sent), ""))
     assert reply.flaw == flaw
     assert flaw or Path(reply.answer.decode()).is_relative_to(cache)
     assert not list(cache.glob("*/workers/*")) and not list(cache.glob("*/tasks/*"))
     other = msgspec.structs.replace(sent, version="0.0.0")
-    assert "install the same version on every node" in frames.task_replies.decode(run_task(frames.encode(other))).flaw
+    reply = frames.task_replies.decode(run_task(frames.encode(other), ""))
+    assert "install the same version on every node" in reply.flaw

@@ -33,7 +33,7 @@ class OneNode:
         self.served.append(frame)
         away = self._hidden.rename(self._hidden.with_name("away"))
         try:
-            reply = run_task(frame.order)  # one that is lost may have written, too
+            reply = run_task(frame.order, frame.term)  # one that is lost may have written, too
         finally:
             away.rename(self._hidden)
         if self.lost:

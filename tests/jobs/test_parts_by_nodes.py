@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.executors.ray import frames
+from batchmill.executors.ray.frames import RunTask
 from batchmill.executors.ray.shared_store import SharedStore
 from batchmill.executors.ray.tasks import RayTasks
 from batchmill.jobs.ledger.files import JobFiles
@@ -39,6 +40,7 @@ from batchmill.jobs.results.parts.part_writers import (
 )
 from batchmill.jobs.results.parts.parts_run import PartsRun
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned
+from batchmill.owner_term import ENDLESS, PrefixTerm, now_s
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import objects as segment_objects
@@ -91,7 +93,7 @@ class Stage:
             self.job.commit(*blocks)
         self.database = Database(SqliteBackend(folder / "batchmill.db"))
         self.stored = ObjectFiles(self.database, self.data_dir, StoreObjects(url), 2**30)
-        self.node, self.here = OneNode(self.data_dir), []
+        self.node, self.here, self.term = OneNode(self.data_dir), [], ""
         self.node.tasks = RayTasks(
             self.node, SharedStore(self.stored, Storage(url), str(folder / "cache"), 2**30, self.data_dir)
         )
@@ -129,7 +131,7 @@ class Stage:
         assert can_use_nodes(spec, self.files)
         nodes = Nodes(self.node.tasks, self.stored) if by_nodes else None
         order = replace(self.job.order(Path("/"), unrun=unrun), output=OUTPUT)
-        await PartsRun(spec, self.files, self.offload, "", nodes).run(order, quiet)
+        await PartsRun(spec, self.files, self.offload, self.term, nodes).run(order, quiet)
         found = self.objects()
         manifest = decode_manifest(found.pop("manifest.json"), OUTPUT)
         assert set(found) == manifest.names
@@ -212,6 +214,26 @@ async def test_nodes_that_cannot_write(stage: Stage) -> None:
     stage.node.change = lambda _: frames.encode(frames.TaskReply(flaw="the store refuses the credentials"))
     await stage.gather()
     assert FAILED_MAX <= len(stage.node.served) < ROWS and rewritten(stage) == ROWS // PART_ROWS
+
+
+async def test_nodes_past_the_term_of_the_prefix(stage: Stage) -> None:
+    """Once the prefix of [storage] is another database's, neither a node nor this machine puts a part or a manifest,
+    and the job pauses with the reason. Given back, all is gathered, and nothing of the first attempt stays.
+    """
+    stage.run_rest()
+    term, send = PrefixTerm(ENDLESS, now_s() + 3600), stage.node.send
+
+    def late(frame: RunTask) -> None:
+        term.renew(0.0, "the prefix is another database's")
+        send(frame)
+
+    stage.term, stage.node.send = term.path, late  # type: ignore[method-assign]
+    with pytest.raises(StorageFailed, match="the prefix is another database's"):
+        await stage.gather()
+    assert stage.node.served and stage.objects() == {}
+    stage.node.send = send  # type: ignore[method-assign]
+    term.renew(now_s() + 3600)
+    await stage.gather()
 
 
 def lying(change: Callable[[Written], Written], number: int | None = 0) -> Callable[[bytes], bytes]:

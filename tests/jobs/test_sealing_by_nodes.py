@@ -29,6 +29,7 @@ from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.results.parts.node_tries import FAILED_MAX, TRIES_MAX
 from batchmill.jobs.results.parts.part_writers import Nodes
+from batchmill.owner_term import ENDLESS, PrefixTerm
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
 from batchmill.store.sql.database import Database
@@ -93,6 +94,8 @@ class Stage:
         for key, data in OBJECTS.items():
             self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
 
+    term = ""
+
     async def offload(self, target: str, order: bytes, progress: Callable[[float], None], **_: Any) -> bytes:
         """As a child process would."""
         module, _, name = target.partition(":")
@@ -105,7 +108,7 @@ class Stage:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         order = PrepareOrder(self.spec, *map(str, folders))
-        nodes = NodeSealing(Nodes(self.node.tasks, self.stored), "") if by_nodes else None
+        nodes = NodeSealing(Nodes(self.node.tasks, self.stored), self.term) if by_nodes else None
         shares: list[float] = []
         try:
             prepared = await seal_and_plan(order, None, self.offload, shares.append, nodes)
@@ -138,6 +141,16 @@ async def stage(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) ->
     yield stage
     await stage.stored.close()
     stage.database.close()
+
+
+async def test_nodes_past_the_term_of_the_prefix(stage: Stage) -> None:
+    """They put nothing, and this machine checks the rows."""
+    term, puts = PrefixTerm(ENDLESS, 0.0), []
+    term.renew(0.0, "the prefix is another database's")
+    stage.term = term.path
+    stage.node.change = lambda reply: puts.extend(stage.left()) or reply
+    await stage.seal_as_here()
+    assert len(stage.node.served) >= FAILED_MAX and puts == []
 
 
 def span_count(stage: Stage) -> int:

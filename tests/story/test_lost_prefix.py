@@ -18,9 +18,11 @@ from batchmill import AsyncClient
 from batchmill.config import load
 from batchmill.errors import BatchmillError
 from batchmill.jobs import maintenance
+from batchmill.jobs.results.publishing import Publishing
+from batchmill.jobs.runner import JobRunner
 from batchmill.serving import serve
 from batchmill.store import prefix_owner
-from batchmill.store.prefix_owner import NAME, PrefixOwner
+from batchmill.store.prefix_owner import NAME, PrefixClaim, PrefixOwner
 from batchmill.types import JobView
 
 BUCKET, ROWS = "lost", 1500  # more than a small job has
@@ -38,6 +40,8 @@ engine = "function"
 source = "app.py:double"
 [storage]
 objects = "s3://{bucket}/server"
+[projects.default]
+objects = ["s3://{bucket}/out/"]
 [secrets]
 key_file = "{keys}"
 """
@@ -64,8 +68,8 @@ async def until(is_reached: Callable[[], bool]) -> None:
 
 
 async def test_a_lost_prefix(tmp_path: Path, bucket: tuple[Any, FaultyObjects], monkeypatch: pytest.MonkeyPatch):
-    """Nothing is written or removed there any more; jobs pause, and say whose the prefix is and what to do. Once it is
-    given back, they go on, and every row has one result.
+    """Nothing is written or removed there any more, nor where results go; jobs pause, and say whose the prefix is and
+    what to do. Once it is given back, they go on, and every row has one result.
     """
     client, objects = bucket
     monkeypatch.setattr(prefix_owner, "RENEW_S", 0.05)
@@ -78,7 +82,7 @@ async def test_a_lost_prefix(tmp_path: Path, bucket: tuple[Any, FaultyObjects], 
         serve(replace(config, server=replace(config.server, port=0))) as running,
         AsyncClient(running.url) as api,
     ):
-        job = await api.submit(tmp_path / "in.jsonl", model="double")
+        job = await api.submit(tmp_path / "in.jsonl", model="double", output=f"s3://{BUCKET}/out/", part_rows=1000)
         uploaded = await api.upload(tmp_path / "in.jsonl")
         view: JobView = await job.refresh()
         while not view.rows_ok:
@@ -97,11 +101,49 @@ async def test_a_lost_prefix(tmp_path: Path, bucket: tuple[Any, FaultyObjects], 
         await api.delete_file(uploaded.id)
         await until(lambda: objects.count("HEAD") > looks + 10)
         assert (await job.refresh()).state == "paused" and changes(objects) == before
+        with monkeypatch.context() as patch:
+            lost_again = lose_before_results(client, patch)
+            client.put_object(Bucket=BUCKET, Key=KEY, Body=own)
+            while not lost_again or view.state != "paused":
+                assert view.state != "completed"
+                view = await job.refresh()
+        assert (view.reason, view.rows_ok) == ("storage_failed", ROWS) and "of another server" in view.message
+        assert keys_below(client, "out/") == []
         client.put_object(Bucket=BUCKET, Key=KEY, Body=own)
-        view = await job.wait(60, interval_s=0.1)
-        while view.state == "paused":
-            view = await job.wait(60, interval_s=0.1)
+        while (view := await job.wait(60, interval_s=0.1)).state == "paused":
+            pass
         assert (view.state, view.rows_ok) == ("completed", ROWS)
-        results = [row async for row in job.rows()]
-    assert sorted(json.dumps(row) for row in results) and len(results) == ROWS
+    parts = [key for key in keys_below(client, "out/") if "/part-" in key]
+    bodies = [client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in parts]
+    results = [json.loads(line) for body in bodies for line in body.splitlines()]
+    assert len(parts) == 2 and len(results) == ROWS
     assert {row["n"] for row in results} == set(range(ROWS)), results[:2]
+
+
+def keys_below(client: Any, prefix: str) -> list[str]:
+    return [each["Key"] for each in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])]
+
+
+def lose_before_results(client: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """Have the prefix given away once, and its owner learn of it, when results are about to be written. Returns a list
+    that is not empty from then on.
+    """
+    claims: list[PrefixClaim] = []
+    lost: list[str] = []
+    renew, finish = PrefixClaim.renew, Publishing.finish
+
+    def noted(claim: PrefixClaim) -> bool:
+        claims[:] = [claim]
+        return renew(claim)
+
+    async def lose(publishing: Publishing, *arguments: Any, **named: Any) -> Any:
+        if not lost:
+            lost.append(KEY)
+            patch.setattr(JobRunner, "refuse_storage", lambda *_: None)  # it would pause the job before a child runs
+            client.put_object(Bucket=BUCKET, Key=KEY, Body=msgspec.json.encode(OTHER))
+            claims[0].renew()
+        return await finish(publishing, *arguments, **named)
+
+    patch.setattr(PrefixClaim, "renew", noted)
+    patch.setattr(Publishing, "finish", lose)
+    return lost

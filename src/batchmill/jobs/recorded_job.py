@@ -45,6 +45,7 @@ from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owned_files import OwnedFiles
+from batchmill.owner_term import Term
 from batchmill.part_files import HeldFile, make_folder
 from batchmill.run_next import run_next
 from batchmill.states import NEXT, JobState, PauseReason
@@ -390,6 +391,12 @@ class RecordedJob:
         return await self._offload(target, order, progress, **kw)
 
     @property
+    def _objects_term(self) -> Term:
+        """How long objects may be changed, those of results as well as those of [storage]."""
+        stored = self._tools.stored
+        return stored.term if stored.is_elsewhere else self._term
+
+    @property
     def _nodes(self) -> Nodes | None:
         return None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
 
@@ -403,7 +410,7 @@ class RecordedJob:
         term = "" if self.spec.is_small else self._term.path  # a small one's folder is its own
         order, sealing = replace(order, copies=self._copies(), term=term), None
         if self._nodes is not None and not self.spec.is_small:
-            sealing = NodeSealing(self._nodes, term)
+            sealing = NodeSealing(self._nodes, self._objects_term.path)
         offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
         return await seal_and_plan(order, disk_quota, offload, progress, sealing)
 
@@ -435,6 +442,6 @@ class RecordedJob:
         if self.spec.is_small:
             make_folder(Path(self.files.results_folder), packed.FOLDER_MODE)
         return Publishing(
-            self.spec, self.files, self._offload_owned, self._term.path, self._nodes,
+            self.spec, self.files, self._offload_owned, self._objects_term.path, self._nodes,
             is_logged=self._tools.stored.log is not None,
         )  # fmt: skip

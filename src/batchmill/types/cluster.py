@@ -81,7 +81,7 @@ class NodeWork(Struct, frozen=True):
     target: str  # MODULE:FUNCTION of batchmill, which takes `order` and a `NodePlace`, and returns bytes
     order: bytes
     paths: list[str]  # of files and folders of the data directory that it reads: they are in the object store
-    term: str = ""  # see `Term.path`: the work is ended with it
+    term: str = ""  # see `Term.path`: it changes objects within it, and is ended with it
 
 
 class NodePlace(Struct, frozen=True):
@@ -90,6 +90,7 @@ class NodePlace(Struct, frozen=True):
     moved: dict[str, str]  # path in the data directory -> where it is here
     scratch: str  # an empty folder of its own
     store: str  # URL of the object store that holds the segments
+    term: str  # see `Term.path`: how long it may change objects
 
 
 class Check(Struct, frozen=True):

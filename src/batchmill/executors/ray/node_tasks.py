@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
 
 from batchmill import __version__
 from batchmill.errors import BatchmillError
@@ -13,16 +15,41 @@ from batchmill.executors.ray.node_cache import NodeCache, cache_folder
 from batchmill.models import redaction
 from batchmill.object_store.credentials import environment_with, joined
 from batchmill.optional import require
+from batchmill.owner_term import TaskTerm, TermFile, now_s
 from batchmill.store.objects import StoreObjects
 from batchmill.types.cluster import NodePlace
 
 FLAW_CHARS = 1000
+NICENESS = 10
 
 
-def run_task(data: bytes) -> bytes:
-    """Run a packed `TaskOrder`. Returns: a packed `TaskReply`. Concurrency: one at a time in a process."""
+class HostedTask:
+    """One piece of work in an actor process of its own, whose methods take and return bytes alone."""
+
+    def __init__(self) -> None:
+        self._term = TermFile()
+
+    async def run(self, order: bytes) -> bytes:
+        """As `run_task`, at a lower priority than workers."""
+        return await asyncio.to_thread(self._run, order)
+
+    def _run(self, order: bytes) -> bytes:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread, not those of Ray
+        return run_task(order, TaskTerm(self._term.path).path)
+
+    async def renew(self, until_s: bytes) -> bytes:
+        """Let the work change objects until then, by the clock of this node. Returns: its time. Both are as `now_s`."""
+        self._term.write(float(until_s))
+        return repr(now_s()).encode()
+
+
+def run_task(data: bytes, term: str) -> bytes:
+    """Run a packed `TaskOrder`. Returns: a packed `TaskReply`. Concurrency: one at a time in a process.
+
+    Args: term: see `NodePlace.term`.
+    """
     try:
-        reply = TaskReply(_run(frames.task_orders.decode(data)))
+        reply = TaskReply(_run(frames.task_orders.decode(data), term))
     except BatchmillError as error:
         reply = TaskReply(flaw=redaction.mask(error.message)[:FLAW_CHARS])
     except Exception as error:  # the owner must get the reason, and does the work itself
@@ -30,7 +57,7 @@ def run_task(data: bytes) -> bytes:
     return frames.encode(reply)
 
 
-def _run(order: TaskOrder) -> bytes:
+def _run(order: TaskOrder, term: str) -> bytes:
     if order.version != __version__:
         raise BatchmillError(
             f"a node has batchmill {__version__} and the owner {order.version}: install the same version on every node",
@@ -52,7 +79,7 @@ def _run(order: TaskOrder) -> bytes:
             scratch = home / "scratch"
             scratch.mkdir()
             return require(order.target, "a task", BatchmillError)(
-                order.order, NodePlace(moved, str(scratch), storage.url)
+                order.order, NodePlace(moved, str(scratch), storage.url, term)
             )
         finally:
             shutil.rmtree(home, ignore_errors=True)
@@ -60,4 +87,4 @@ def _run(order: TaskOrder) -> bytes:
                 os.close(fd)
 
 
-__all__ = ["run_task"]
+__all__ = ["HostedTask", "run_task"]

@@ -1,15 +1,15 @@
 """TaskRuns: the driver's side of pieces of work. It chooses the node of each: Ray would put none beside workers that
 hold all CPUs, and would put some on a head that has none.
 
-A node runs one for every two of its CPUs, at a lower priority than its workers.
+A node runs one for every two of its CPUs, at a lower priority than its workers. Each is an actor: while it runs, it is
+told again and again how long it may change objects, which is until the term of the owner is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,26 +19,22 @@ import ray
 from msgspec import Struct
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from batchmill.errors import DatabaseUnavailable
+from batchmill.errors import DatabaseUnavailable, StorageFailed, Unavailable
 from batchmill.executors.ray.bytes_only import ActorFailed, limit
 from batchmill.executors.ray.frames import RunTask, TaskEnded
-from batchmill.executors.ray.node_tasks import run_task
+from batchmill.executors.ray.node_tasks import HostedTask
 from batchmill.owner_term import term_at
 
 CPUS_EACH = 2  # of a node, for one task
-NICENESS = 10
 LOOK_S = 2.0  # between two looks at the nodes, and at the owner's term
+RENEWALS, RENEWAL_S_MIN = 4, 0.1  # of a task, while its term lasts; between two of them, LOOK_S at most
 NODES_S = 60.0  # without any node that may run tasks: then the owner does the work
 TASK_S = 3600.0  # until a node has room for a task, and for the task: a process that hangs is ended
 REPLY_BYTES_MAX = 8 * 1024 * 1024
+TIME_BYTES_MAX = 64
 NEVER_LOST = ("NOT_BYTES", "TOO_LONG")  # kinds of `ActorFailed` that another try would meet again
 WHY_CHARS = 2000
-
-
-@ray.remote(max_calls=1)  # its process ends with it: Ray may use a process again for a worker
-def _run(order: bytes) -> bytes:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread, not those of Ray
-    return run_task(order)
+TERM_OVER = (DatabaseUnavailable, StorageFailed, Unavailable)  # what a term raises
 
 
 class TaskRuns:
@@ -50,7 +46,7 @@ class TaskRuns:
     """
 
     def __init__(self, send: Callable[[Struct], None]) -> None:
-        self._send = send
+        self._send, self._task_class = send, ray.remote(HostedTask)
         self._runs: dict[int, asyncio.Task[None]] = {}  # bounded by the owner
         self._on_node: Counter[str] = Counter()
         self._freed = asyncio.Event()
@@ -77,34 +73,36 @@ class TaskRuns:
             ended = TaskEnded(order.id, reply)
         except ActorFailed as error:
             ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS], is_lost=error.kind not in NEVER_LOST)
-        except (TimeoutError, DatabaseUnavailable) as error:
-            ended = TaskEnded(order.id, why=str(error))
+        except (TimeoutError, *TERM_OVER) as error:
+            ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS])
         except Exception as error:  # whatever Ray raises for a node that it lost
             ended = TaskEnded(order.id, why=f"{type(error).__name__}: {error}"[:WHY_CHARS], is_lost=True)
         self._send(ended)
 
     async def _run_on(self, node: str, order: RunTask) -> bytes:
-        """Raises: TimeoutError, DatabaseUnavailable once the owner's term is over, whatever Ray raises."""
+        """Raises: TimeoutError, TERM_OVER once the owner's term is over, whatever Ray raises."""
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        ref = _run.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(order.order)
-        result, ends = asyncio.ensure_future(_result(ref)), time.monotonic() + TASK_S
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        task = self._task_class.options(scheduling_strategy=strategy, **options).remote()
+        result = asyncio.create_task(_result(task.run.remote(order.order), REPLY_BYTES_MAX))
+        renewing = asyncio.create_task(_renew(task, order.term))
         try:
-            while not result.done():
-                await asyncio.wait({result}, timeout=LOOK_S)
-                term_at(order.term).check()
-                if time.monotonic() > ends:
-                    raise TimeoutError(f"it took more than {TASK_S:g} s")
+            await asyncio.wait({result, renewing}, timeout=TASK_S, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                if renewing.done():
+                    await renewing  # it raises
+                raise TimeoutError(f"it took more than {TASK_S:g} s")
             return await result
-        except (asyncio.CancelledError, TimeoutError, DatabaseUnavailable):
-            ray.cancel(ref, force=True)
-            raise
         finally:
-            result.cancel()
+            for each in (result, renewing):
+                each.cancel()
+            await asyncio.gather(result, renewing, return_exceptions=True)
+            ray.kill(task)
 
     async def _find_node(self, term: str) -> str:
         """The node with the most room, once one has some.
 
-        Raises: TimeoutError, DatabaseUnavailable, whatever Ray raises.
+        Raises: TimeoutError, TERM_OVER, whatever Ray raises.
         """
         began = seen = time.monotonic()
         while True:
@@ -133,9 +131,32 @@ class TaskRuns:
         return await asyncio.shield(self._look)
 
 
-async def _result(ref: Any) -> bytes:
-    with limit(ref, REPLY_BYTES_MAX):
+async def _result(ref: Any, size_max: int) -> bytes:
+    with limit(ref, size_max):
         return await ref
+
+
+async def _renew(task: Any, path: str) -> None:
+    """Tell a task, again and again, until when by the clock of its node it may change objects.
+
+    A term ends so long after it was read as `left_s` says, and so much later than the time that the node said before.
+    Raises: TERM_OVER, whatever Ray raises.
+    """
+    term, at_s = term_at(path), -math.inf
+    while True:
+        term.check()
+        left_s, was_asked = term.left_s(), at_s > -math.inf
+        until_s = at_s + left_s if left_s < math.inf else left_s
+        call = asyncio.create_task(_result(task.renew.remote(repr(until_s).encode()), TIME_BYTES_MAX))
+        try:
+            while not call.done():
+                await asyncio.wait({call}, timeout=LOOK_S)
+                term.check()
+            at_s = float(await call)
+        finally:
+            call.cancel()
+        if was_asked:
+            await asyncio.sleep(max(RENEWAL_S_MIN, min(left_s / RENEWALS, LOOK_S)))
 
 
 def _look() -> dict[str, int]:

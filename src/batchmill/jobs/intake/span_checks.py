@@ -12,6 +12,7 @@ from batchmill.datasets.sealing import Survey, survey
 from batchmill.errors import BatchmillError
 from batchmill.jobs.intake.preparation import PrepareOrder, seal_order
 from batchmill.jobs.ledger.plan import Progress
+from batchmill.owner_term import term_at
 from batchmill.store.objects import StoreObjects
 from batchmill.types.cluster import NodePlace
 
@@ -27,6 +28,7 @@ def survey_offloaded(order: bytes, _: Progress) -> bytes:
 
 def check_on_node(order: bytes, place: NodePlace) -> bytes:
     """SpanOrder in, CheckedSpan out, both as msgpack. Raises: as `check_span`; StorageFailed."""
-    checked = check_span(msgspec.msgpack.decode(order, type=SpanOrder), StoreObjects(place.store).put)
+    objects = StoreObjects(place.store, term_at(place.term))
+    checked = check_span(msgspec.msgpack.decode(order, type=SpanOrder), objects.put)
     faults.point("after_span")
     return msgspec.msgpack.encode(checked)

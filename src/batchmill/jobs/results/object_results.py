@@ -16,7 +16,7 @@ from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.results.results import Manifest, ResultFile, errors_of
 from batchmill.object_store.urls import open_store, parse_url
 from batchmill.owned_files import OwnedFiles
-from batchmill.owner_term import PatientTerm, term_at
+from batchmill.owner_term import PatientTerm, files_term_at, term_at
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
@@ -28,7 +28,7 @@ class UploadOrder(Struct, frozen=True):
     manifest: Manifest  # of files of this machine
     output: str  # the URL of the results
     errors_apart: bool
-    term: str  # see `Term.path`
+    term: str  # see `Term.path`: of objects
 
 
 def upload_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -44,8 +44,7 @@ def upload_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
 def upload(order: UploadOrder, progress: Callable[[float], None]) -> Manifest:
     """Upload what was published, the output last. It can run again after a crash."""
     manifest = order.manifest
-    term = term_at(order.term)
-    store = open_store(parse_url(order.output).root, term=term)
+    store = open_store(parse_url(order.output).root, term=term_at(order.term))
     errors_url = errors_of(order.output)
     errors = None
     if manifest.errors is not None:
@@ -55,7 +54,7 @@ def upload(order: UploadOrder, progress: Callable[[float], None]) -> Manifest:
         store.delete(parse_url(errors_url).key)  # of an earlier generation
     output = _put(store, manifest.output, order.output)
     files = filter(None, (manifest.errors, manifest.output))
-    OwnedFiles(PatientTerm(term)).remove(*(Path(file.path) for file in files))
+    OwnedFiles(PatientTerm(files_term_at(order.term))).remove(*(Path(file.path) for file in files))
     return msgspec.structs.replace(manifest, output=output, errors=errors)
 
 

@@ -38,7 +38,7 @@ def _placed(order: PartOrder, place: NodePlace) -> PartsOrder:
         dataset = str(scratch / DATASET)
         write_facts(parts.facts, scratch / DATASET)
     gather = replace(parts.gather, dataset=dataset, moved=place.moved)
-    return replace(parts, gather=gather, scratch=place.scratch, store=place.store)
+    return replace(parts, gather=gather, scratch=place.scratch, store=place.store, term=place.term)
 
 
 def check_offloaded(order: bytes, _: Progress) -> bytes:

@@ -39,7 +39,7 @@ from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Man
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, SavedRowIndex
 from batchmill.optional import require
 from batchmill.owned_files import OwnedFiles, discard
-from batchmill.owner_term import term_at
+from batchmill.owner_term import files_term_at
 
 ERRORS_SHOWN = "errors-*.jsonl"
 
@@ -64,7 +64,7 @@ def _index(request: PartsOrder, progress: Progress) -> Indexed:
     )  # fmt: skip
     scratch, gather = Path(request.scratch), request.gather
     for old in scratch.parent.glob("parts-*"):  # of an attempt that was cut off
-        OwnedFiles(term_at(request.term)).remove_tree(old)
+        OwnedFiles(files_term_at(request.term)).remove_tree(old)
     scratch.mkdir()
     index, windows = open_index(gather, progress)
     try:

@@ -45,7 +45,7 @@ class PartsOrder(Struct, frozen=True):
     attempt: str
     scratch: str  # a folder of this machine, of this attempt alone
     replaced_job: str | None
-    term: str  # see `Term.path`
+    term: str  # see `Term.path`: of objects
     kind: str = "jsonl"  # one of PART_KINDS
     facts: IndexFacts | None = None  # for parts that are written from a slice of the index
     store: str = ""  # for these: the URL of the store with the slices and the segments

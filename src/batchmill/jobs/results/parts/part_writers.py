@@ -214,7 +214,7 @@ class NodeWriters:
         paths = self._input if order.slice.needs_input else []
 
         def attempt() -> tuple[NodeWork, Callable[[bytes], Reply]]:
-            parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="", facts=facts)
+            parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="", facts=facts)  # its own
             own = replace(order, parts=parts)
             work = NodeWork(target, msgspec.json.encode(own), paths, self._order.term)
             return work, lambda answer: read(answer, own)
