@@ -49,7 +49,8 @@ def test_whose_a_prefix_is(call: Any, storage: Path, tmp_path: Path) -> None:
 
 def test_a_prefix_is_taken_over(call: Any, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a warning before the wait, where there is one, and only for a database that has an id."""
-    monkeypatch.setattr(prefix_owner, "WATCH_S", 0.0)
+    for name in ("WATCH_S", "SETTLE_S"):
+        monkeypatch.setattr(prefix_owner, name, 0.0)
     claim(tmp_path / "other", storage)
     result = call("storage", "owner", "--take-over")
     assert result.exit_code == 2 and "has no id yet" in result.stderr

@@ -27,7 +27,16 @@ from batchmill.services.data_dirs.databases import describe
 from batchmill.services.doctor import check_storage
 from batchmill.store import prefix_owner
 from batchmill.store.objects import StoreObjects
-from batchmill.store.prefix_owner import LEASE_S, NAME, RETRY_S, WATCH_S, PrefixClaim, PrefixOwner
+from batchmill.store.prefix_owner import (
+    LEASE_S,
+    NAME,
+    RETRY_S,
+    SETTLE_S,
+    WATCH_S,
+    WINDOW_S,
+    PrefixClaim,
+    PrefixOwner,
+)
 from batchmill.store.sql.database import Database
 
 BUCKET = "owned"
@@ -100,7 +109,7 @@ async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pyt
         await claim(tmp_path / "two", url)
     waits: list[float] = []
     assert take_over(tmp_path / "two", url, waits.append) == f"{url} belongs to this database now"
-    assert waits == [WATCH_S]
+    assert waits == [WATCH_S, SETTLE_S]
     await claim(tmp_path / "two", url)
     assert take_over(tmp_path / "two", url, waits.append) == f"{url} belongs to this database already"
     with pytest.raises(InvalidConfig, match="the database of two"):
@@ -153,6 +162,101 @@ async def test_what_is_not_renewed_may_be_another_databases(tmp_path: Path, url:
                 store.put("one", b"1", overwrite=True)
     made.term.renew(now - 1.0)
     assert made.renew() and not made.term.is_over()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of owners, which a test changes."""
+    now = [now_s()]
+    monkeypatch.setattr(prefix_owner, "now_s", lambda: now[0])
+    return now
+
+
+async def test_an_owner_that_is_stopped_while_it_renews(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """Between reading and writing, while another database takes the prefix over. It changes no object when it goes on,
+    and its successor keeps the prefix: also where the store replaces whatever is there.
+    """
+    if url.startswith("memory"):
+        return
+    former = await claimed(tmp_path / "one", url)
+    with pytest.raises(InvalidConfig):
+        await claim(tmp_path / "two", url)
+    clock[0] += WATCH_S
+    find, successors = prefix_owner._find, list[PrefixClaim]()
+
+    def stopped(store: ObjectStore) -> Any:
+        seen = find(store)
+        monkeypatch.setattr(prefix_owner, "_find", find)
+        take_over(tmp_path / "two", url)
+        clock[0] += SETTLE_S
+        successors.append(asyncio.run(claimed(tmp_path / "two", url)))
+        return seen
+
+    monkeypatch.setattr(prefix_owner, "_find", stopped)
+    former.term.renew(clock[0] - 1.0)
+    await asyncio.to_thread(former.renew)
+    assert former.term.until_s < clock[0]
+    (successor,) = successors
+    for _ in range(2):
+        clock[0] += RETRY_S
+        assert successor.renew() and not successor.term.refusal
+        assert prefix_owner.find_owner(successor.store) == successor.own
+        assert former.renew() and "the database of two" in former.term.refusal
+    take_over(tmp_path / "one", url)
+    assert successor.renew() and "the database of one" in successor.term.refusal
+    assert former.renew() and not former.term.refusal and former.own.taken == 2
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["slow", "no reply"])
+async def test_a_renewal_that_may_have_replaced_a_successors(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float], *, is_lost: bool
+) -> None:
+    """Past the lease it counts once a successor would have renewed the prefix; at once where the store is seen to
+    replace what was read alone.
+    """
+    if url.startswith("memory"):
+        return
+    owner = await claimed(tmp_path / "one", url)
+    clock[0] = owner.term.until_s + 1.0
+    owner.term.renew(0.0)
+    put = prefix_owner._put
+
+    def put_late(*words: Any) -> None:
+        monkeypatch.setattr(prefix_owner, "_put", put)
+        put(*words)
+        clock[0] += WINDOW_S + 1.0
+        if is_lost:
+            raise Unavailable("no reply")
+
+    monkeypatch.setattr(prefix_owner, "_put", put_late)
+    assert not owner.renew() and owner.term.is_over()
+    clock[0] += RETRY_S
+    assert not owner.renew() and owner.term.is_over()
+    clock[0] += RETRY_S if url.startswith("s3") else WATCH_S - 1.0
+    assert owner.renew() == url.startswith("s3")
+    clock[0] += RETRY_S
+    assert owner.renew() and owner.term.until_s == clock[0] + LEASE_S
+
+
+async def test_a_take_over_that_is_written_over(tmp_path: Path, url: str) -> None:
+    """By an owner that has read the object before: it lives, and nothing is taken over."""
+    if url.startswith("memory"):
+        return
+    former = await claimed(tmp_path / "one", url)
+    with pytest.raises(InvalidConfig):
+        await claim(tmp_path / "two", url)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            former.store.put(NAME, msgspec.json.encode(former.own), overwrite=True)
+
+    with pytest.raises(Conflict, match="lives: renewed by"):
+        take_over(tmp_path / "two", url, wait)
+    assert former.renew() and not former.term.refusal
 
 
 async def test_a_prefix_whose_owner_lives(tmp_path: Path, url: str) -> None:

@@ -5,6 +5,19 @@ opens it, on whatever machine or from a backup, owns the prefix too. Each such p
 renews the object every minute: so one that opens a copy of the database is noticed, and a prefix whose owner lives is
 not taken over. Objects are changed only for LEASE_S after a renewal (`PrefixTerm`): before another process can have
 taken the prefix over.
+
+A renewal reads the object and then replaces it. Many stores do not replace what was read alone, but whatever is there:
+so an owner that is stopped in between, and replaced meanwhile, writes over the object of its successor. That neither
+makes it the owner again nor ends its successor:
+
+* A write counts at once only if it ended within WINDOW_S of the read, or within the lease. Within the lease nobody can
+  have taken the prefix over. A take-over is not complete before SETTLE_S after its own write, and only if that is
+  there still: a former owner that has read the object before it, and whose write counts, has ended it by then.
+* After any other write, and one whose reply was lost past the lease, nothing is changed for WATCH_S, and then only if
+  no other database's object is there: a successor that lives has renewed it before, since its lease is shorter. A store
+  that refuses to replace what is not there any more needs no such time.
+* Each take-over counts up `taken`. An owner within its lease writes over an object with a lower number: it is a late
+  write of a former owner, which then finds that it was replaced. Past its lease it is refused by any other database's.
 """
 
 from __future__ import annotations
@@ -24,7 +37,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, InputChanged, InvalidConfig, InvalidInput
+from batchmill.errors import BatchmillError, Conflict, InputChanged, InvalidConfig, InvalidInput, Unavailable
 from batchmill.object_store.store import REQUEST_S, ObjectStore
 from batchmill.object_store.urls import ObjectInfo, parse_url
 from batchmill.owner_term import PrefixTerm, Term, now_s
@@ -35,7 +48,9 @@ NAME = "owner.json"
 RETRY_S = 10.0
 RENEW_S = 60.0
 LEASE_S = RENEW_S + 4 * RETRY_S  # so long after a renewal objects are changed
+WINDOW_S = 10.0  # from the read of the object to the end of its replacement: longer ones do not count at once
 WATCH_S = LEASE_S + REQUEST_S  # an object is watched before its owner is taken for dead: until its last request ends
+SETTLE_S = 2 * WINDOW_S  # from a take-over's own write to its end
 OWNER_BYTES_MAX = 64 * 1024
 READS_MAX = 5  # of an object that is replaced meanwhile
 
@@ -50,6 +65,7 @@ class PrefixOwner(Struct, frozen=True):
     host: str = ""
     life: str = ""  # random: other processes that open the database have others; empty: a take-over wrote it
     renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
+    taken: int = 0  # how often the prefix was taken over before
 
     def __str__(self) -> str:
         """Where and when it was renewed."""
@@ -81,6 +97,8 @@ class PrefixClaim:
     def __init__(self, url: str, own: PrefixOwner, term: Term) -> None:
         """Args: term: of the owner of the database."""
         self.own, self.is_written = own, False
+        self._doubted_s: float | None = None  # when a write ended that may have replaced a successor's
+        self._is_guarded: bool | None = None  # whether the store replaces what was read alone; None: not tried yet
         self._term = _ClaimTerm(term)
         self.term = PrefixTerm(term, 0.0)  # of all other objects
         self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, term=self._term)
@@ -103,7 +121,7 @@ class PrefixClaim:
                 log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
 
     async def _renew_always(self, threads: Executor) -> None:
-        loop, is_renewed = asyncio.get_running_loop(), self.is_written
+        loop, is_renewed = asyncio.get_running_loop(), self.is_written and self._doubted_s is None
         while True:
             due_s = now_s() + (RENEW_S if is_renewed else RETRY_S)
             while (left_s := due_s - now_s()) > 0:
@@ -121,26 +139,32 @@ class PrefixClaim:
         try:
             self._term.check()
             try:
-                self._renew()
+                return self._renew()
             except Conflict:  # another process was faster
-                self._renew()
-            return True
+                return self._renew()
         except (BatchmillError, OSError) as error:
             log.warning("%s/%s could not be renewed: %s", self.store.url, NAME, error)
             return False
 
-    def _renew(self) -> None:
+    def _renew(self) -> bool:
+        read_s = now_s()
         owner = None if (seen := _find(self.store)) is None else self.read(seen)
         if owner is not None and owner.ledger != self.own.ledger:
-            self.term.renew(0.0, _lost(self.store.url, owner))
-            log.error("%s", self.term.refusal)
-            return
-        if owner is not None and self.is_written and owner.life not in ("", self.own.life):
+            if owner.taken >= self.own.taken or self.term.is_over():
+                self._doubted_s = None  # a take-over, which would give it back, waits for longer
+                self.term.renew(0.0, _lost(self.store.url, owner))
+                log.error("%s", self.term.refusal)
+                return True
+            log.warning("%s/%s is renewed: a former owner has written it late (%s)", self.store.url, NAME, owner)
+        if not self._is_settled(seen):
+            return False
+        is_own = owner is not None and owner.ledger == self.own.ledger
+        if is_own and self.is_written and owner.life not in ("", self.own.life):
             log.error(
                 "%s is used by a copy of this database, too (of %s, %s): stop one of the two, since each removes "
                 "objects of the other", self.store.url, owner.database, owner,
             )  # fmt: skip
-        self.write(seen)
+        return self.write(seen, owner, read_s)
 
     def read(self, seen: _Seen) -> PrefixOwner:
         """The owner of a prefix that was this database's, which an object that cannot be understood leaves so."""
@@ -150,12 +174,50 @@ class PrefixClaim:
             log.warning("%s. It is written anew, since the prefix is this database's", error.message)
             return self.own
 
-    def write(self, seen: _Seen | None) -> None:
-        """Args: seen: what is replaced. Raises: Conflict where another process was faster."""
-        began_s, self.own = now_s(), replace(self.own, renewed=time.time())
+    def write(self, seen: _Seen | None, owner: PrefixOwner | None, read_s: float) -> bool:
+        """
+        Args:
+            seen, owner: what is replaced.
+            read_s: when its read began, see `now_s`.
+
+        Returns: False: it does not count yet. Raises: Conflict where another process was faster.
+        """
+        began_s = now_s()
+        try:
+            self._replace(seen, 0 if owner is None else owner.taken)
+        except Unavailable:  # it may come to be written all the same
+            self._doubted_s = now_s() if self.term.is_over() else None
+            raise
+        ended_s = now_s()
+        if ended_s <= read_s + WINDOW_S or ended_s < self.term.until_s:
+            self._doubted_s = None
+            self.term.renew(began_s + LEASE_S)
+            return True
+        log.warning(
+            "%s/%s was written %d s after it was read, and another database may have taken the prefix over meanwhile: "
+            "nothing is written or removed there until it is certain that none has", self.store.url, NAME,
+            ended_s - read_s,
+        )  # fmt: skip
+        self._doubted_s = ended_s
+        return False
+
+    def _replace(self, seen: _Seen | None, taken: int = 0) -> None:
+        self.own = replace(self.own, renewed=time.time(), taken=max(self.own.taken, taken))
         _put(self.store, self.own, None if seen is None else seen.info)
         self.is_written = True
-        self.term.renew(began_s + LEASE_S)
+
+    def _is_settled(self, seen: _Seen | None) -> bool:
+        """Whether no write of this process can have replaced a successor's object that is not there again."""
+        if self._doubted_s is None or self._is_guarded:
+            return True
+        if self._is_guarded is None:
+            try:
+                self._replace(seen)
+                self._is_guarded = _refuses_again(self.store, self.own, seen)
+            finally:
+                self._doubted_s = now_s()
+            return False
+        return now_s() >= self._doubted_s + WATCH_S
 
 
 async def claim(database: Database, url: str, place: str) -> PrefixClaim:
@@ -248,18 +310,27 @@ def take_over(url: str, engine: sa.Engine | None, place: str, wait: Callable[[fl
     store = ObjectStore(parse_url(url), retry_s=RETRY_S)
     if (before := _find(store)) is None:
         return f"{url} has no owner: the next start claims it for this database"
+    taken = 0
     with contextlib.suppress(InvalidConfig):  # for one that cannot be understood
-        if _decode(store, before).ledger == own[0]:
+        if (former := _decode(store, before)).ledger == own[0]:
             return f"{url} belongs to this database already"
+        taken = former.taken
     wait(WATCH_S)
-    now = _find(store)
-    if now != before:
-        raise Conflict(
-            f"the owner of {url} lives: {find_owner(store) or 'it was removed meanwhile'}. Stop it first",
-            code="storage_owner_lives",
-        )
-    _put(store, _own(own[0], place, ""), now.info)
+    if (now := _find(store)) != before:
+        raise _alive(store)
+    made = replace(_own(own[0], place, ""), taken=taken + 1)
+    _put(store, made, now.info)
+    wait(SETTLE_S)
+    if (now := _find(store)) is None or now.data != _encoded(made):
+        raise _alive(store)
     return f"{url} belongs to this database now"
+
+
+def _alive(store: ObjectStore) -> Conflict:
+    return Conflict(
+        f"the owner of {store.url} lives: {find_owner(store) or 'it was removed meanwhile'}. Stop it first",
+        code="storage_owner_lives",
+    )
 
 
 def _decode(store: ObjectStore, seen: _Seen) -> PrefixOwner:
@@ -297,18 +368,18 @@ def examine(url: str, engine: sa.Engine | None) -> tuple[str, bool, str]:
 
 def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
     """The owner of a prefix, which is `claimed.own` if there was none. Args: was_claimed: by this database, before."""
-    store = claimed.store
+    store, read_s = claimed.store, now_s()
     if (seen := _find(store)) is None:
         owner = None
     else:
         owner = claimed.read(seen) if was_claimed else _decode(store, seen)
     if owner is None:
         with contextlib.suppress(Conflict):  # another database was faster
-            claimed.write(None)
+            claimed.write(None, None, read_s)
         owner = find_owner(store)  # also where a store has no conditional put: the last one that was written counts
     elif owner.ledger == claimed.own.ledger:
         try:
-            claimed.write(seen)
+            claimed.write(seen, owner, read_s)
         except BatchmillError as error:  # the prefix is this database's all the same
             log.warning("%s/%s could not be renewed: %s", store.url, NAME, error.message)
     return claimed.own if owner is None else owner
@@ -316,7 +387,7 @@ def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
 
 def _put(store: ObjectStore, owner: PrefixOwner, seen: ObjectInfo | None) -> None:
     """Args: seen: what is replaced. Raises: Conflict if that is not there any more, where the store can know."""
-    data = msgspec.json.encode(owner)
+    data = _encoded(owner)
     try:
         store.put(NAME, data, replaced=seen)
     except Conflict:
@@ -327,6 +398,22 @@ def _put(store: ObjectStore, owner: PrefixOwner, seen: ObjectInfo | None) -> Non
         if error.code != "store_unsupported" or seen is None:
             raise
         store.put(NAME, data, overwrite=True)
+
+
+def _refuses_again(store: ObjectStore, owner: PrefixOwner, seen: _Seen | None) -> bool:
+    """Whether a store refuses to replace what was replaced before."""
+    try:
+        store.put(NAME, _encoded(replace(owner, renewed=0.0)), replaced=None if seen is None else seen.info)
+    except Conflict:
+        return True
+    except InvalidInput as error:
+        if error.code != "store_unsupported":
+            raise
+    return False
+
+
+def _encoded(owner: PrefixOwner) -> bytes:
+    return msgspec.json.encode(owner)
 
 
 def _own(own_id: str, place: str, life: str) -> PrefixOwner:
