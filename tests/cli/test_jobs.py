@@ -234,6 +234,24 @@ def test_going_on_is_not_over_after_the_sample_of_another_command(app, call, vie
     assert app.jobs.asked[-1] == ("resume", "job_1")
 
 
+def test_resume_is_not_over_after_a_sample_that_runs_already(app, call, view, monkeypatch):
+    """It is another command's. The rest of a sample that was interrupted is what its command wanted."""
+    steer = app.jobs.steer
+    sampled = view(state="paused", reason="sampled", rows_ok=4, sample=Sample(4))
+
+    async def go_on(job_id, verb):
+        before = await steer(job_id, verb)
+        app.jobs.add(before if len(app.jobs.asked) == 1 else view(state="completed", rows_ok=10))
+        return before
+
+    monkeypatch.setattr(app.jobs, "steer", go_on)
+    app.jobs.add(view(sample=Sample(4)), sampled)
+    assert "job job_1: completed" in call("resume", "job_1").stdout and len(app.jobs.asked) == 2
+    app.jobs.asked.clear()
+    app.jobs.add(view(state="paused", reason="asked", sample=Sample(4)), sampled)
+    assert call("resume", "job_1").exit_code == 0 and len(app.jobs.asked) == 1
+
+
 def test_what_does_not_fit_the_state_is_refused(app, call, view):
     """Pausing a job that has ended is exit code 2."""
     app.jobs.add(view(state="completed"))

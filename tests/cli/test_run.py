@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.types import Limits, Policy, Price, Problem, Sample, Usage
 
 RUN = ("run", "in.jsonl", "--model", "function:app.py:f")
@@ -424,9 +425,11 @@ def test_another_owner_runs_the_sample_of_its_own_command(app, call, view, monke
         return await submit(order)
 
     monkeypatch.setattr(app.jobs, "submit", submit_again)
-    result = call(*RUN, "--restart")
+    result = call(*RUN, "--restart", "--overwrite")
     assert result.exit_code == 0 and "job job_1: completed" in result.stdout
-    assert [(order.sample, order.restart) for order in app.jobs.orders] == [(None, True), (None, False)]
+    first, second = app.jobs.orders
+    assert (first.sample, first.restart, second.restart) == (None, True, False)
+    assert first.once is not None and first.once == second.once  # the owner knows that it is the same order
 
 
 def test_a_sample_for_a_pipe_that_another_command_has_gone_on_with(app, call, view):
@@ -435,6 +438,23 @@ def test_a_sample_for_a_pipe_that_another_command_has_gone_on_with(app, call, vi
     result = call(*RUN, "--limit", "4", "-o", "-")
     assert result.exit_code == 2 and result.stdout == ""
     assert "another command has gone on with the job job_1" in result.stderr
+
+
+def test_a_pipe_gets_the_rows_of_its_sample_and_no_others(app, call, view, place):
+    """Each once: also of a job that has run all rows for others, before or after it was narrowed to the sample."""
+    lines = [f'{{"n":{n}}}\n' for n in range(4)]
+    path = JobFiles(place / "data", "job_1").output("results.jsonl")
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(lines))  # as its tail would find it
+    command = (*RUN, "--limit", "2", "-o", "-")
+    app.jobs.add(view(rows=4, state="completed", rows_ok=4, output=str(path)))
+    app.jobs.how = "finished"
+    assert call(*command).stdout == "".join(lines[:2])
+    assert call(*RUN, "--limit", "9", "-o", "-").stdout == "".join(lines)
+    app.partial = "".join(lines[:2]).encode()
+    app.jobs.add(view(rows=4, state="paused", reason="sampled", rows_ok=2, sample=Sample(2)))
+    app.jobs.how = "joined"
+    assert call(*command).stdout == "".join(lines[:2])
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):

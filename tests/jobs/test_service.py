@@ -13,7 +13,7 @@ from fakes.job_service import end_of
 
 from batchmill.errors import DatasetDamaged, InvalidInput, InvalidTransition, UnknownName
 from batchmill.jobs.service import JobService
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once, Policy, Submitted
 
 CODE = """
 import os, signal, time
@@ -94,7 +94,10 @@ async def test_an_output_of_others_is_not_written_over(folder, opened):
 
 
 async def test_pause_and_resume(folder, opened):
-    """A paused job keeps its finished rows and goes on with the others."""
+    """A paused job keeps its finished rows and goes on with the others.
+
+    An order that is sent again after its end, because its reply was lost, runs no row again.
+    """
     service = await opened()
     submitted = await service.submit(order(folder, "slow"))
     async for view in service.watch(submitted.id, 0.05):
@@ -102,8 +105,10 @@ async def test_pause_and_resume(folder, opened):
             break
     paused = await service.pause(submitted.id)
     assert (paused.state, paused.reason) == ("paused", "asked") and 0 < paused.rows_ok < ROWS
-    assert (await service.submit(order(folder, "slow"))).how == "resumed"
+    again = order(folder, "slow", overwrite=True, once=Once("submit:1", fingerprint=""))
+    assert (await service.submit(again)).how == "resumed"
     assert (await end_of(service, submitted.id)).rows_ok == ROWS
+    assert await service.submit(again) == Submitted(submitted.id, "finished")
     assert len(answers(folder)) == ROWS
 
 
@@ -180,6 +185,9 @@ async def test_retry_runs_only_what_failed(folder, opened, monkeypatch):
     submitted = await service.submit(order(folder, "fragile"))
     view = await end_of(service, submitted.id)
     assert (view.rows_ok, view.rows_failed, view.errors) == (ROWS * 9 // 10, ROWS // 10, {"ValueError": ROWS // 10})
+    for _ in range(2):  # sent again, because its reply was lost, after the job has ended
+        await service.retry(submitted.id, once=Once("retry:1", fingerprint=""))
+        assert (await end_of(service, submitted.id)).generation == 1
     broken.unlink()
     await service.retry(submitted.id)
     view = await end_of(service, submitted.id)

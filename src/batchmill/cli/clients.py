@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec.structs import replace
 
+from batchmill.cli.jobs.own_rows import new_key, order_once
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.messages import HttpReply, HttpRequest
@@ -24,7 +24,6 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     ModelSpec,
-    Once,
     RemoteJob,
     RetryChange,
     Submitted,
@@ -149,18 +148,16 @@ class OwnerJobs(JobsClient):
 
     async def submit(self, order: JobOrder) -> Submitted:
         """A request whose reply is lost is sent again, to the next owner. By its key that knows the job which the first
-        one has created: `restart` and `overwrite` would begin another.
+        one has become: `restart` and `overwrite` would begin another.
         """
         if self._expect is not None:
             self._expect(order.models)
-        once = Once(f"submit:{os.urandom(16).hex()}", fingerprint="")
-        submitted = await self._client.call(calls.typed_request(operations.RUN, body=replace(order, once=once)))
-        return replace(submitted, how="started") if submitted.how == "repeated" else submitted
+        return await self._client.call(calls.typed_request(operations.RUN, body=order_once(order)))
 
     async def retry(self, job_id: str, change: RetryChange, model: ModelSpec | None) -> JobView:
-        return await self._client.call(
-            calls.typed_request(operations.RETRY, job_id, body=operations.LocalRetry(change, model))
-        )
+        """By its key, an owner knows a retry whose reply was lost, also if the job has ended since."""
+        body = operations.LocalRetry(change, model, new_key("retry"))
+        return await self._client.call(calls.typed_request(operations.RETRY, job_id, body=body))
 
     async def require_cluster(self) -> None:
         """Raises: InvalidInput. It also opens the owner before an order, so that no process is started ahead."""

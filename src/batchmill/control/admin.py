@@ -102,7 +102,7 @@ class JobHandlers:
 
     async def retry(self, call: OwnerCall) -> JobView:
         body: LocalRetry = call.body
-        return await self._jobs.retry(call.name, body.change, body.model)
+        return await self._jobs.retry(call.name, body.change, body.model, body.once)
 
     async def partial(self, call: OwnerCall) -> LocalFile:
         query: Partial = call.query

@@ -17,6 +17,7 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     ModelSpec,
+    Once,
     OutputSchema,
     RetryChange,
     ReuseCount,
@@ -27,7 +28,7 @@ from batchmill.types.cluster import ClusterView
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, ModelList, Name
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
-from batchmill.wire.operations import NOTHING, SHOW_JOB, Endpoint
+from batchmill.wire.operations import NOTHING, Endpoint
 
 PREFIX = "/control/v1"
 PROJECT = "batchmill-project"  # the header with the project for which the machine's user acts
@@ -121,6 +122,7 @@ class LocalRetry(Struct, frozen=True):
 
     change: RetryChange
     model: ModelSpec | None = None
+    once: Once | None = None
 
 
 PING = Endpoint("ping", "GET", f"{PREFIX}/ping", "Check that the owner answers", _USER, NOTHING, status=204)
@@ -130,7 +132,7 @@ RUN = Endpoint(
 )  # fmt: skip
 RETRY = Endpoint(
     "retry", "POST", f"{_JOBS}/{{job_id}}/retry", "Run the rows again that failed", _USER, JobView, body=LocalRetry,
-    shown_by=SHOW_JOB,
+    is_idempotent=True,
 )  # fmt: skip
 PARTIAL = Endpoint(
     "partial",

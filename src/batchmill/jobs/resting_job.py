@@ -21,13 +21,13 @@ from batchmill.jobs.intake.retries import Target
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import begun_retries, deployed, packed
 from batchmill.jobs.ledger.files import read_spec
-from batchmill.jobs.ledger.records import columns_of, refuse_deleted
+from batchmill.jobs.ledger.records import columns_of, note_order, refuse_deleted
 from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import moved_columns
 from batchmill.states import JobState
 from batchmill.store.sql.transactions import Record
-from batchmill.types import ModelSpec, Policy, RetryChange, Seal
+from batchmill.types import ModelSpec, Once, Policy, RetryChange, Seal
 from batchmill.wire.job_spec import JobSpec
 
 
@@ -55,9 +55,10 @@ class RestingJob(RecordedJob):
         finally:
             self._stored.release()  # its runner brings what it needs
 
-    async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
+    async def retry(self, change: RetryChange, model: ModelSpec | None, once: Once | None = None) -> None:
         """Queue the failed rows of an ended job again, as `change` says. If it is refused, nothing of it is left.
 
+        Args: once: its key, by which the same request is known later.
         Raises: InvalidTransition, InvalidInput; UnknownName where a version of a function or a connector that they go
         to, the class of the schema, or a file that they are read from, has been removed.
         """
@@ -70,11 +71,11 @@ class RestingJob(RecordedJob):
             spec, target = retries.prepared(self.spec, change, model, generation, self._clock.now())
             self.spec = await AdapterWork(self._tools.adapters, self._offload).check_again(spec, target.used)
             async with self._begun(record, generation):
-                await self._open_generation(generation, target)
+                await self._open_generation(generation, target, once)
         finally:
             self._stored.release()
 
-    async def _open_generation(self, generation: int, target: Target) -> None:
+    async def _open_generation(self, generation: int, target: Target, once: Once | None) -> None:
         job_id, packed_files = self.spec.id, None
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
@@ -91,13 +92,15 @@ class RestingJob(RecordedJob):
         limit = self._tools.quota_of(self.spec)
         models = [self.spec.models[number] for number in opened.models]
 
-        def refuse(db: sa.Connection) -> None:
+        def check(db: sa.Connection) -> None:
             refuse_deleted(db, inputs)
             deployed.refuse_removed(db, self.spec, models)
+            if once is not None:
+                note_order(db, once, job_id, self._clock.now())
 
         await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit), packed=packed_files, within=refuse,
+            None if limit is None else (self.spec.project, limit), packed=packed_files, within=check,
             **columns_of(self.spec),
         )  # fmt: skip
         faults.point("after_retry")

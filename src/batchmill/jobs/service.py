@@ -50,6 +50,7 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     ModelSpec,
+    Once,
     RemoteJob,
     RetryChange,
     Submitted,
@@ -245,9 +246,10 @@ class JobService:
         return await self.show(job_id)
 
     async def retry(
-        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None
+        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None,
+        once: Once | None = None,
     ) -> JobView:  # fmt: skip
-        await self._transitions.retry(job_id, change, model)
+        await self._transitions.retry(job_id, change, model, once)
         return await self.show(job_id)
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:

@@ -27,7 +27,7 @@ from batchmill.jobs.samples import Samples
 from batchmill.owned_files import OwnedFiles, discard
 from batchmill.part_files import full_disk_named
 from batchmill.run_next import answer_with, start_next
-from batchmill.states import JobState, PauseReason
+from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
@@ -74,7 +74,7 @@ class Submissions:
             async with self._active.lock(once.key):
                 known = await self._known(once)
                 is_new = known is None
-                submitted = await self._match_or_create(order, answer) if is_new else Submitted(known, "repeated")
+                submitted = await self._match_or_create(order, answer) if is_new else await self._go_on(known, order)
         if order.policy.deadline is not None:
             self._deadlines.added(order.policy.deadline)
         return submitted
@@ -165,11 +165,13 @@ class Submissions:
         """Find the job that an identical order created, unless it must run again."""
         known, is_same = await self._samples.find_existing(spec)
         is_sample = known is not None and orders.is_sample(known)
-        if known is not None and is_same and not await asyncio.to_thread(job_records.must_run_again, known, order):
-            if not is_sample:
-                return await self._continue(known, spec)
-            if not samples.has_other_code(known, spec):
-                return await self._continue(known, await self._samples.claim_output(known, spec))
+        if (
+            known is not None
+            and is_same
+            and not (is_sample and samples.has_other_code(known, spec))
+            and not await asyncio.to_thread(job_records.must_run_again, known, order)
+        ):
+            return await self._continue(known, order, spec)
         unfinished = None if known is None or known["state"] == JobState.COMPLETED else known
         if unfinished is not None and not is_same and not order.restart:
             raise InvalidInput(
@@ -188,9 +190,21 @@ class Submissions:
             await self._abandon(unfinished)
         return await self._create(spec, order.once)
 
-    async def _continue(self, record: Record, spec: JobSpec) -> Submitted:
+    async def _go_on(self, job_id: str, order: JobOrder) -> Submitted:
+        """Continue the job that an order is already, whatever would begin it again."""
+        async with self._active.outputs:
+            record = await self._read(job_records.find, job_id)
+            if record["state"] in ENDED:
+                return Submitted(job_id, "finished")
+            return await self._continue(record, order, await self._describe(order))
+
+    async def _continue(self, record: Record, order: JobOrder, spec: JobSpec) -> Submitted:
         """Continue an existing job: it is finished, running, or must be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
+        if orders.is_sample(record):
+            spec = await self._samples.claim_output(record, spec)
+        if order.once is not None and (order.overwrite or order.update):  # later, these would begin it again
+            await self._database.write(job_records.note_order, order.once, job_id, self._clock.now())
         kept = adapters.keep_adapters(routing.keep_routes(orders.new_id_form(spec, job_id), earlier), earlier)
         kept = retries.keep_retries(kept, earlier)
         spec = await asyncio.to_thread(with_code, kept)

@@ -22,7 +22,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.sql.transactions import Record
-from batchmill.types import Amendment, ModelSpec, RemoteJob, RetryChange
+from batchmill.types import Amendment, ModelSpec, Once, RemoteJob, RetryChange
 from batchmill.wire.job_spec import JobSpec
 
 REMOTE_ID_CHARS_MAX = 512
@@ -134,10 +134,13 @@ class Transitions:
                 return self._active.start(runner)
 
     async def retry(
-        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None
+        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None,
+        once: Once | None = None,
     ) -> None:  # fmt: skip
         record = await self._record(job_id)
         async with self._active.lock_job(record):
+            if once is not None and await job_records.known(self._tools.database, once, self._clock.now()) is not None:
+                return  # only its reply was lost
             runner = await self._active.wait_settled(record["id"])
             record = await self._record(record["id"])
             if runner is not None or record["state"] not in ENDED - {JobState.FAILED}:
@@ -149,7 +152,7 @@ class Transitions:
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
             job = self._active.resting(msgspec.structs.replace(spec, code=await self._code_now(spec)))
-            await job.retry(change, model)
+            await job.retry(change, model, once)
             self._active.start(self._active.runner(job.spec))
         self.deadlines.changed()
 

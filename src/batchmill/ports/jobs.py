@@ -17,6 +17,7 @@ from batchmill.types import (
     LiveHead,
     LiveRequest,
     ModelSpec,
+    Once,
     RemoteJob,
     RetryChange,
     ReuseCount,
@@ -38,7 +39,7 @@ class Jobs(Protocol):
     async def submit(self, order: JobOrder) -> Submitted:
         """Start, resume or join a job. Raises InvalidInput if the order cannot run.
 
-        With `order.once` a repeated order returns its first job: `how` is "repeated".
+        With `order.once` a repeated order returns its first job: `how` is "repeated". That of a command has it go on.
         Raises: Conflict for a key that another order has used.
         """
 
@@ -75,11 +76,16 @@ class Jobs(Protocol):
         """
 
     async def retry(
-        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None
+        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None,
+        once: Once | None = None,
     ) -> JobView:  # fmt: skip
         """Open another generation over the failed rows that may be retried.
 
-        Args: model: what `change.model` names. Raises: InvalidInput for a change that cannot be made.
+        Args:
+            model: what `change.model` names.
+            once: by it, a repeated request does nothing.
+
+        Raises: InvalidInput for a change that cannot be made.
         """
 
     async def fail_rows(self, job_id: str) -> JobView:

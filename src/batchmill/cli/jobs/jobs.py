@@ -12,6 +12,7 @@ import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import deadline_option, model_of, request_fields
+from batchmill.cli.jobs.own_rows import sample_to_resume
 from batchmill.cli.jobs.run import PRIORITY, follow, follow_to_end
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
 from batchmill.cli.session import (
@@ -34,6 +35,7 @@ from batchmill.wire.native import Change
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
+    from batchmill.client.calls import Steering
 
 
 @click.command()
@@ -293,7 +295,7 @@ def pause(session: Session, job_id: str) -> int:
 @click.pass_obj
 def resume(session: Session, job_id: str) -> int:
     """Resume a paused job and follow it to its end."""
-    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "resume"), "resumed"))
+    return session.run(_resume(session, job_id, "resume"))
 
 
 @click.command()
@@ -312,13 +314,22 @@ def resume(session: Session, job_id: str) -> int:
 def retry(session: Session, job_id: str, params: tuple[str, ...], model: str | None, adapter: str | None) -> int:
     """Run the failed rows of a job again and rewrite its results."""
     change = RetryChange(request_fields(params, DEPTH_MAX, "--set"), model, adapter)
-    return session.run(_continue(session, lambda jobs: _retry(session, jobs, job_id, change), "retried"))
+    return session.run(_retry(session, job_id, change))
 
 
-async def _retry(session: Session, jobs: JobsClient, job_id: str, change: RetryChange) -> JobView:
-    is_named = change.model is not None and session.server_url is None
-    model = await model_of(session, session.config(), change.model) if is_named else None
-    return await jobs.retry(job_id, change, model)
+async def _retry(session: Session, job_id: str, change: RetryChange) -> int:
+    async with session.app.open_jobs(session.config()) as jobs:
+        is_named = change.model is not None and session.server_url is None
+        model = await model_of(session, session.config(), change.model) if is_named else None
+        view = await jobs.retry(job_id, change, model)
+        return await follow_to_end(session, jobs, Submitted(view.id, "retried"), None)
+
+
+async def _resume(session: Session, job_id: str, verb: Steering) -> int:
+    async with session.app.open_jobs(session.config()) as jobs:
+        before = await jobs.show(job_id)
+        view = await jobs.steer(job_id, verb)
+        return await follow_to_end(session, jobs, Submitted(view.id, "resumed"), sample_to_resume(before))
 
 
 @click.command()
@@ -331,7 +342,7 @@ def fail(session: Session, job_id: str) -> int:
     Use it for a job that waits although the service works for other rows. A paused job is resumed. Until a row is
     answered again, further rows that fail are not tried again either. Rows without a reply keep waiting.
     """
-    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "fail_rows"), "resumed"))
+    return session.run(_resume(session, job_id, "fail_rows"))
 
 
 async def _steer(session: Session, job_id: str, change: Callable[[JobsClient], Awaitable[JobView]]) -> int:
@@ -369,9 +380,3 @@ async def _await_change(change: Awaitable[JobView], jobs: JobsClient, job_id: st
         return await request
     finally:
         request.cancel()
-
-
-async def _continue(session: Session, change: Callable[[JobsClient], Awaitable[JobView]], how: str) -> int:
-    async with session.app.open_jobs(session.config()) as jobs:
-        view = await change(jobs)
-        return await follow_to_end(session, jobs, Submitted(view.id, how), is_whole=view.sample is None)

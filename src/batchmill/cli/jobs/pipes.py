@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from batchmill.cli.session import Session
+from batchmill.client.job_ends import is_sampled
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.services.data_dirs import data_dirs
-from batchmill.states import JobState, PauseReason
-from batchmill.types import JobView
+from batchmill.states import JobState
+from batchmill.types import JobView, Sample
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
@@ -81,16 +82,20 @@ def is_piped(session: Session, options: dict[str, Any]) -> bool:
 
 @contextlib.asynccontextmanager
 async def piped_results(
-    session: Session, config: Config, jobs: JobsClient, job_id: str, output_format: str
+    session: Session, config: Config, jobs: JobsClient, job_id: str, output_format: str, sample: Sample | None
 ) -> AsyncIterator[None]:
     """Write the results of a job to standard output: rows as they come while the context lasts, the others at its end.
 
     Rows come early as JSON lines of a job on this machine, in the order of the input, and not into a terminal, which
-    shows the progress meanwhile. Raises: BrokenPipeError where nobody reads them; the job is paused then.
-    InvalidTransition for a job of this machine that goes on with other rows before these are written.
+    shows the progress meanwhile. Those of a sample come at the end, also of a job that has run all rows for others.
+
+    Args: sample: which the command asks for.
+    Raises: BrokenPipeError where nobody reads them; the job is paused then. InvalidTransition for a job of this machine
+    that goes on with other rows before these are written.
     """
     written = 0
-    if output_format == "jsonl" and session.server_url is None and not sys.stdout.isatty():
+    is_streamed = output_format == "jsonl" and sample is None and session.server_url is None
+    if is_streamed and not sys.stdout.isatty():
         streams = load(STREAM)
         write = streams.writer_to_stdout()
     else:
@@ -105,10 +110,11 @@ async def piped_results(
         written = tail.written
     results = load(RESULTS)
     view = await jobs.show(job_id)
-    if view.reason == PauseReason.SAMPLED:
-        await load(SAMPLES).write_sample(session, view, results.Wanted(kind=output_format))
-        return
-    if view.state in results.WITH_RESULTS and (view.output or view.errors_output):
+    has_results = view.state in results.WITH_RESULTS and bool(view.output or view.errors_output)
+    is_part = has_results and sample is not None and sample.rows < view.rows
+    if sample is not None and (is_part or (is_sampled(view) and view.sample == sample)):
+        await load(SAMPLES).write_sample(session, view, sample, results.Wanted(kind=output_format))
+    elif has_results:
         await results.write_results(session, config, view, results.Wanted(kind=output_format, skipped_bytes=written))
     elif session.server_url is None and _is_running(view) and not session.interrupts.count:
         raise InvalidTransition(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import Struct
-from msgspec.structs import replace
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import (
@@ -21,6 +20,7 @@ from batchmill.cli.jobs.order_options import (
     order_options,
     sample_options,
 )
+from batchmill.cli.jobs.own_rows import Followed, again, follow_own_rows, order_once, resumed
 from batchmill.cli.jobs.pipes import SAMPLES, is_piped, load, piped_results, spooled_input
 from batchmill.cli.jobs.preview import progress_of
 from batchmill.cli.jobs.summary import has_sample, show_end
@@ -29,7 +29,6 @@ from batchmill.cli.text import clean, count
 from batchmill.cli.values import COUNT, POSITIVE, NameList
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
-from batchmill.states import PauseReason
 from batchmill.types import JobOrder, JobView, Sample, Submitted
 from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.input_urls import is_input_url
@@ -42,13 +41,6 @@ if TYPE_CHECKING:
 
 
 PREVIEWED_BYTES_MAX = 64 * 1024 * 1024  # of an input that is uploaded to say what --update would do
-
-
-class Followed(Struct, frozen=True):
-    """The last view of a job, and whether a signal to this command interrupted it."""
-
-    view: JobView
-    was_interrupted: bool = False
 
 
 async def follow(
@@ -193,16 +185,16 @@ def run(session: Session, **options: Any) -> int:
 
 async def _run(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int:
     async with session.app.open_jobs(config) as jobs:
-        order = await build_order(session, config, options)
+        order = order_once(await build_order(session, config, options))
         if config.cluster.executor is not None:
             await jobs.require_cluster()
         submitted = await _submit(session, config, jobs, order)
-        while submitted.how == "joined" and await _waited_for_sample(session, jobs, submitted, order):
-            submitted = await _submit(session, config, jobs, order)
+        follow_job = partial(_follow_order, session, config, jobs, submitted, order)
         if not piped:
-            return await _follow_order(session, config, jobs, submitted, order)
-        async with piped_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl"):
-            return await _follow_order(session, config, jobs, submitted, order, is_piped=True)
+            return await follow_job()
+        kind = options["output_format"] or "jsonl"
+        async with piped_results(session, config, jobs, submitted.id, kind, order.sample):
+            return await follow_job(is_piped=True)
 
 
 async def _submit(session: Session, config: Config, jobs: JobsClient, order: JobOrder) -> Submitted:
@@ -212,48 +204,6 @@ async def _submit(session: Session, config: Config, jobs: JobsClient, order: Job
         if error.code == OUTDATED or (error.code == EXISTS and _can_ask_server(session, order)):
             await _show_update(session, config, order)
         raise
-
-
-async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Submitted, order: JobOrder) -> bool:
-    """Whether the job that this command joined ran the sample of another command, which has run now."""
-    view = await jobs.show(submitted.id)
-    if view.sample is None or view.sample == order.sample:
-        return False
-    session.say(f"job {submitted.id} runs a sample for another command: this one goes on after it")
-    display = display_for(session)
-    try:
-        followed = await follow(jobs, submitted.id, display, session=session, is_shared=True)
-    finally:
-        display.close()
-    return _has_run_for_others(session, followed, order.sample)
-
-
-def _has_run_for_others(session: Session, followed: Followed, sample: Sample | None) -> bool:
-    """Whether the job rests after the sample of another command: the rows of this one have not all run.
-
-    Args: sample: of this command.
-    """
-    if session.server_url is not None or followed.was_interrupted:  # at a server, each order is a job of its own
-        return False
-    return followed.view.reason == PauseReason.SAMPLED and followed.view.sample != sample
-
-
-async def _follow_order(
-    session: Session, config: Config, jobs: JobsClient, submitted: Submitted, order: JobOrder, *, is_piped: bool = False
-) -> int:
-    """As `follow_to_end`. When the owner ends, another command may be the next one, and have the job run its sample."""
-    display = display_for(session)
-    try:
-        await _announce(session, jobs, submitted, display)
-        while True:
-            is_shared = submitted.how == "joined"
-            followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
-            if not _has_run_for_others(session, followed, order.sample):
-                break
-            submitted = await _submit(session, config, jobs, replace(order, restart=False))  # it was started over
-    finally:
-        display.close()
-    return await _show_end(session, followed, order, is_piped=is_piped)
 
 
 def _can_ask_server(session: Session, order: JobOrder) -> bool:
@@ -277,23 +227,43 @@ async def _show_update(session: Session, config: Config, order: JobOrder) -> Non
     session.say(f"with --update: {rows}" + (f", {count(plan.folded)} folded" if plan.folded else ""))
 
 
-async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted, *, is_whole: bool) -> int:
+async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted, sample: Sample | None) -> int:
     """Show a job until it ends or pauses, and print its summary. Returns: the exit code.
 
-    Args: is_whole: all of its rows are to run, also if another command has it run a sample meanwhile.
+    Args: sample: which it is to run; None: all rows, also if another command has it run a sample meanwhile.
     """
+    followed = await _follow(session, jobs, submitted, sample, partial(resumed, jobs, submitted))
+    return await _show_end(session, followed, None)
+
+
+async def _follow_order(
+    session: Session, config: Config, jobs: JobsClient, submitted: Submitted, order: JobOrder, *, is_piped: bool = False
+) -> int:
+    """As `follow_to_end`, for the job of an order."""
+    go_on = partial(_submit, session, config, jobs, again(order))
+    followed = await _follow(session, jobs, submitted, order.sample, go_on)
+    return await _show_end(session, followed, order, is_piped=is_piped)
+
+
+async def _follow(
+    session: Session,
+    jobs: JobsClient,
+    submitted: Submitted,
+    sample: Sample | None,
+    go_on: Callable[[], Awaitable[Submitted]],
+) -> Followed:
     display = display_for(session)
-    try:
-        await _announce(session, jobs, submitted, display)
+
+    async def follow_one(submitted: Submitted) -> Followed:
         is_shared = submitted.how == "joined"
-        followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
-        while is_whole and _has_run_for_others(session, followed, None):
-            with contextlib.suppress(InvalidTransition):  # it has ended meanwhile
-                await jobs.steer(submitted.id, "resume")
-            followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
+        return await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
+
+    try:
+        await _announce(session, jobs, submitted, sample, display)
+        is_alone = session.server_url is not None
+        return await follow_own_rows(submitted, sample, follow=follow_one, go_on=None if is_alone else go_on)
     finally:
         display.close()
-    return await _show_end(session, followed, None)
 
 
 async def _show_end(session: Session, followed: Followed, order: JobOrder | None, *, is_piped: bool = False) -> int:
@@ -314,11 +284,16 @@ async def _show_end(session: Session, followed: Followed, order: JobOrder | None
     return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
 
 
-async def _announce(session: Session, jobs: JobsClient, submitted: Submitted, display: Display) -> None:
+async def _announce(
+    session: Session, jobs: JobsClient, submitted: Submitted, sample: Sample | None, display: Display
+) -> None:
+    """Args: sample: of this command."""
+    view = await jobs.show(submitted.id)
+    if submitted.how == "joined" and view.sample not in (None, sample):
+        session.say(f"job {submitted.id} runs a sample for another command: this one goes on after it")
     if session.as_json:
         session.emit("submitted", id=submitted.id, how=submitted.how)
         return
-    view = await jobs.show(submitted.id)
     rows = f": {count(done(view))} of {count(view.rows)} rows are done" if view.rows else ""
     announcements = {
         "started": f"job {submitted.id}",

@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from batchmill.cli.jobs.result_files import Wanted, open_output, write_rows
-from batchmill.cli.jobs.results import job_files, scratch_folder
+from batchmill.cli.jobs.results import job_files, scratch_folder, spooled_results
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
+from batchmill.client.job_ends import is_sampled
 from batchmill.datasets.readers import open_rows
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, request_lines
-from batchmill.types import JobOrder, JobView
+from batchmill.types import JobOrder, JobView, Sample
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.rows import forms
@@ -76,14 +77,25 @@ async def show_sample(session: Session, view: JobView, order: JobOrder | None) -
     session.print()
 
 
-async def write_sample(session: Session, view: JobView, wanted: Wanted) -> None:
-    """Write the result lines of a sample in the form that is wanted, such as to a pipe."""
+async def write_sample(session: Session, view: JobView, sample: Sample, wanted: Wanted) -> None:
+    """Write the result lines of a sample, such as to a pipe.
+
+    Args:
+        view: of a job that rests after this sample, or has ended.
+        wanted: the form of the lines.
+    """
     wanted = msgspec.structs.replace(wanted, shape=msgspec.structs.replace(wanted.shape, added=added_by(view)))
     config = session.config()
     with scratch_folder(wanted.output) as folder:
         source = ResultSource(folder / "source", JSONL_NAME)
         with source.path.open("wb") as file:
-            await session.app.partial_results(config, view.id, file, sampled=True)
+            if is_sampled(view):
+                await session.app.partial_results(config, view.id, file, sampled=True)
+            else:
+                (folder / "all").mkdir()
+                whole = await spooled_results(session, config, view, folder / "all")
+                numbers = frozenset(rows_of(sample, view.rows))
+                file.writelines(line + b"\n" for number, line in enumerate(whole.lines()) if number in numbers)
         if wanted.must_convert(JSONL_NAME):
             write_rows(source, wanted, job_files(view), folder)
             return

@@ -307,8 +307,13 @@ def enter(
         refuse_unfinished(db, spec.project, quota)
     snapshot.insert_job(db, spec, fields)
     if once is not None:
-        values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
-        put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
+        note_order(db, once, spec.id, spec.created)
+
+
+def note_order(db: sa.Connection, once: Once, job_id: str, now: float) -> None:
+    """Record the job of an order, or of a change of a job. Its earlier job, if any, is forgotten."""
+    values = {"key": once.key, "job": job_id, "fingerprint": once.fingerprint, "created": now}
+    put(db, submissions, values | {"answered": None})
 
 
 def refuse_deleted(db: sa.Connection, paths: Sequence[str]) -> None:

@@ -88,7 +88,7 @@ job_models = Table(  # names of the models and adapters of a job's rows, once kn
     Index("job_models_by_model", "model", "job"),
 )
 
-submissions = Table(  # the job of an order that clients may repeat; written with the job
+submissions = Table(  # the job of an order, or of a retry, that may be repeated; written with it
     "submissions",
     metadata,
     Column("key", String(512), primary_key=True),  # types.Once
