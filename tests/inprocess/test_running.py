@@ -77,6 +77,9 @@ def test_rows_and_files_and_retries(data_dir: str, tmp_path: Path):
     assert [(row["output"], row["error"]) for row in job][3:] == [(None, "ValueError: three"), (8, None)]
     assert job.to_pandas()["output"].tolist() == [0, 2, 4, pd.NA, 8]
     assert job.retry().view.generation == 1 and len(job.failures()) == 1
+    with pytest.raises(InvalidInput, match="retry"):
+        job.retry(adapter="of-no-language-model")
+    assert len(list(job)) == 5 == len(job.wait().to_arrow())  # a retry that is refused leaves the job as it was
     pl.DataFrame(rows).write_csv(tmp_path / "rows.csv")
     output = tmp_path / "out.jsonl"
     filed = batchmill.run([tmp_path / "rows.csv"], model=SIZE, data_dir=data_dir, output=output, on_invalid="skip")
@@ -264,6 +267,14 @@ def test_a_paused_job_hands_out_its_finished_rows(data_dir: str, tmp_path: Path,
             next(rows)
         assert len({row["n"] for row in found}) == len(found) == job.view.rows_ok
         assert all(row["output"] == 2 * row["n"] for row in found)
+
+    async def collect() -> None:
+        rows = aiter(job)
+        assert [await anext(rows) for _ in found] == found
+        with pytest.raises(JobPaused):
+            await anext(rows)
+
+    asyncio.run(collect())
     with pytest.raises(InvalidTransition, match=r"batchmill\.run again"):
         job.to_pandas()
 

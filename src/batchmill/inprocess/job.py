@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from msgspec.structs import replace
-
 from batchmill.cli.clients import OwnerJobs
+from batchmill.cli.jobs.own_rows import Followed, again, follow_own_rows, order_once, resumed
 from batchmill.client.frame_shapes import (
     FrameShape,
     failed_frame,
@@ -69,6 +67,7 @@ class Job:
         self._sample: Sample | None = None  # the rows that this program asked for
         self._stored: StoredTable | None = None
         self._changed = threading.Event()
+        self._is_pausing = False
         self._running: Future[None] = self._background.start(self._run())
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -82,14 +81,12 @@ class Job:
                 order = await make_order(
                     app, self._config, self._cwd, self._paths, self._keywords, is_spooled=self._shape is not None
                 )
+                order = order_once(order)
                 self._sample = order.sample
                 submitted = await jobs.submit(order)
                 self._view = await jobs.show(submitted.id)
                 self._submitted.set_result(submitted)
-                await self._follow(jobs)
-                while self._has_run_for_others:
-                    await jobs.submit(replace(order, restart=False))
-                    await self._follow(jobs)
+                await self._follow_rows(jobs, submitted, lambda: jobs.submit(again(order)))
         except BaseException as error:
             if not self._submitted.done():
                 self._submitted.set_exception(error)
@@ -97,15 +94,18 @@ class Job:
         finally:
             self._changed.set()
 
-    async def _follow(self, jobs: OwnerJobs) -> None:
-        async for view in jobs.watch(self.id, VIEW_S):
-            self._view = view
-            self._changed.set()
+    async def _follow_rows(
+        self, jobs: OwnerJobs, submitted: Submitted, go_on: Callable[[], Awaitable[Submitted]]
+    ) -> None:
+        """Follow the job until the rows that this program asked for have run."""
 
-    @property
-    def _has_run_for_others(self) -> bool:
-        """Whether the job rests after the sample of another process: the rows of this one have not all run."""
-        return is_sampled(self._view) and self._view.sample != self._sample
+        async def follow(submitted: Submitted) -> Followed:
+            async for view in jobs.watch(submitted.id, VIEW_S):
+                self._view = view
+                self._changed.set()
+            return Followed(self._view, self._is_pausing)
+
+        await follow_own_rows(submitted, self._sample, follow=follow, go_on=go_on)
 
     def accepted(self) -> None:
         """Wait until the job is one. Raises: InvalidInput for an order that cannot run."""
@@ -200,6 +200,7 @@ class Job:
             time.sleep(VIEW_S / 10)
 
     async def _pause(self) -> None:
+        self._is_pausing = True  # it does not go on after the sample of another process either
         async with self._background.use(self._config) as (_, jobs):
             try:
                 await jobs.steer(self.id, "pause")
@@ -249,6 +250,7 @@ class Job:
 
     def pause(self) -> JobView:
         """Store the finished rows and stop. The same call of `batchmill.run` resumes the job."""
+        self._is_pausing = True
         return self._ask(lambda jobs: jobs.steer(self.id, "pause"))
 
     def cancel(self) -> JobView:
@@ -268,10 +270,15 @@ class Job:
         refuse_unfinished(self._view)
         change = RetryChange(params or {}, None, adapter)
         self._settle()
-        self._stored, self._changed = None, threading.Event()
+        self._is_pausing = False
         retried: Future[None] = Future()
-        self._running = self._background.start(self._run_again(change, retried))
-        retried.result()
+        running = self._background.start(self._run_again(change, retried))
+        try:
+            retried.result()
+        except BaseException:  # the job is as it was
+            running.cancel()
+            raise
+        self._running, self._stored = running, None
         return self.wait(progress=progress) if wait else self
 
     async def _run_again(self, change: RetryChange, retried: Future[None]) -> None:
@@ -280,11 +287,8 @@ class Job:
                 self._view = await jobs.retry(self.id, change, None)
                 self._sample = self._view.sample  # a retry is of all rows
                 retried.set_result(None)
-                await self._follow(jobs)
-                while self._has_run_for_others:
-                    with suppress(InvalidTransition):  # it has ended meanwhile
-                        await jobs.steer(self.id, "resume")
-                    await self._follow(jobs)
+                submitted = Submitted(self.id, "retried")
+                await self._follow_rows(jobs, submitted, lambda: resumed(jobs, submitted))
         except BaseException as error:
             if not retried.done():
                 retried.set_exception(error)
@@ -343,6 +347,10 @@ class Job:
 
         Raises: as `wait`, after the finished rows.
         """
+        return chain.from_iterable(self._batches())
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
+        """The rows, some at once; an empty batch where none has finished for a moment."""
         seen = bytearray()
         while self.is_running:
             self._changed.wait(VIEW_S)
@@ -351,6 +359,7 @@ class Job:
             yield from self._finished(seen)
             if self.is_running:
                 time.sleep(GATHER_SHARE * (time.monotonic() - started))
+            yield []
         try:
             is_sampled = self._ended().is_sampled
         except JobPaused:
@@ -361,17 +370,15 @@ class Job:
             return
         with scratch_folder(self._config) as folder:
             lines = self._here(result_lines(self._config, self._view, folder))
-            yield from (row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
+            yield from _in_batches(row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
 
-    def _finished(self, seen: bytearray) -> Iterator[dict[str, Any]]:
+    def _finished(self, seen: bytearray) -> Iterator[list[dict[str, Any]]]:
         """The finished rows that were not seen yet."""
         path = Path(self._here(self._gather()))
         try:
             with path.open("rb") as file:
-                for line in file:
-                    number, _, row = line.partition(b"\t")
-                    if _is_new(seen, int(number)):
-                        yield row_of(row)
+                lines = (line.partition(b"\t") for line in file)
+                yield from _in_batches(row_of(row) for number, _, row in lines if _is_new(seen, int(number)))
         finally:
             path.unlink()
 
@@ -382,8 +389,8 @@ class Job:
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         """As `__iter__`."""
-        rows = iter(self)
-        while batch := await asyncio.to_thread(lambda: list(islice(rows, ROWS_AT_ONCE))):
+        batches = self._batches()
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             for row in batch:
                 yield row
 
@@ -394,6 +401,11 @@ class Job:
 
     def _repr_html_(self) -> str:
         return as_html(self._view)
+
+
+def _in_batches(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while batch := list(islice(rows, ROWS_AT_ONCE)):
+        yield batch
 
 
 def _is_new(seen: bytearray, number: int) -> bool:
