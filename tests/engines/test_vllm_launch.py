@@ -46,7 +46,7 @@ def test_the_command_serves_the_model_under_both_names(fake):
     """Rows may name the model or its source, on a private socket, and replies tell cached tokens."""
     model = fake.model()
     command = launch(model).command
-    assert command[:4] == ["python", "-m", "vllm.entrypoints.openai.api_server", f"--model={model.source}"]
+    assert command[:4] == ["python", "-m", "batchmill_start", f"--model={model.source}"]
     names = command.index("--served-model-name")
     assert command[names + 1 : names + 3] == ["tiny", model.source]
     assert value(command, "uds") == str(SOCKET)

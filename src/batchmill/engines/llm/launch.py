@@ -96,7 +96,7 @@ GPUS_VARIABLE = "BATCHMILL_GPUS"  # the GPUs assigned to this engine; unset if n
 PLUGIN_PATH = Path(__file__).parent / "vllm_plugin"  # our code that runs inside vLLM
 SCHEDULER = "batchmill_yield.create"
 PLUGIN = "batchmill_adapters"  # in PLUGIN_PATH; vLLM finds it by its entry point
-MODULE = "vllm.entrypoints.openai.api_server"
+STARTER = "batchmill_start"  # in PLUGIN_PATH: it runs vLLM's server
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
 LORA_RANK_DEFAULT = 16
 LORAS_ACTIVE_GPU = 4  # in one batch; rows are grouped by adapter
@@ -197,7 +197,7 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
         if _runs_in_one_process(flags, env, machine):
             ours["distributed-executor-backend"] = "uni"
     ours |= _lora_flags(model, flags, env, machine)
-    command = [python, "-m", MODULE, f"--model={source}", "--served-model-name", *_served_names(model)]
+    command = [python, "-m", STARTER, f"--model={source}", "--served-model-name", *_served_names(model)]
     command += [f"--uds={socket}", *_render_flags({**ours, **flags})]
     return Launch(command, _environment(flags, socket, env, machine))
 
