@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs import resting_job
 from batchmill.jobs.ledger import begun_retries, packed
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.service import JobService
 from batchmill.owned_files import OwnedFiles
 from batchmill.store import removals
-from batchmill.store.sql.tables import model_versions
+from batchmill.store.sql.tables import files, model_versions
 from batchmill.store.stored_files import LocalFiles
 from batchmill.types import DatasetSpec, FunctionSpec, JobOrder, JobView, ModelSpec, ProjectQuotas, Quotas
 
@@ -34,6 +35,7 @@ def held(n):
     return n
 """
 LINE = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
+INPUTS = ""  # where orders have their files
 SMALL, LARGE = 6, packed.ROWS_MAX + 2
 
 
@@ -56,9 +58,10 @@ async def opened(tmp_path: Path) -> AsyncIterator:
 
 
 def order(folder: Path, name: str, rows: int, **model: object) -> JobOrder:
-    (folder / f"{name}.jsonl").write_text("".join(LINE % (n, name, n) for n in range(rows)))
+    path = folder / INPUTS / f"{name}.jsonl"
+    path.write_text("".join(LINE % (n, name, n) for n in range(rows)))
     spec = ModelSpec(name, "function", f"{folder / 'app.py'}:{name}", allowed=[name])
-    dataset = DatasetSpec([str(folder / f"{name}.jsonl")], format="openai")
+    dataset = DatasetSpec([str(path)], format="openai")
     return JobOrder(dataset, [replace(spec, **model)], origin={"frontend": "openai"}, default_model=False)
 
 
@@ -120,16 +123,31 @@ async def test_a_retry_beyond_a_quota(opened, tmp_path: Path, rows: int):
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
-@pytest.mark.parametrize("is_noted", [False, True])
-async def test_a_retry_whose_input_was_deleted(opened, tmp_path: Path, rows: int, is_noted: bool):
+@pytest.mark.parametrize("of", ["the caller", "an earlier job", "the server"])
+async def test_a_retry_whose_input_was_deleted(opened, tmp_path: Path, rows: int, of: str, monkeypatch):
     """It is refused, where the job would have paused until somebody restores the file; so it is where the bytes of a
-    deleted file are still there."""
+    deleted file are still there, and where it is deleted while the retry is prepared."""
     service = await opened()
+    database = service._tools.database
+    if of == "the server":
+        monkeypatch.setitem(globals(), "INPUTS", "data/files")
+        (tmp_path / INPUTS).mkdir()
+        record = {"id": "fragile.jsonl", "project": "default", "purpose": "batch", "filename": "", "bytes": 1}
+        await database.write(lambda db: db.execute(files.insert().values(**record, created=0.0)))
     view = await ended(service, tmp_path, rows)
     before = await kept(service, view.id)
-    if is_noted:
+    if of == "the server":
+        plan = resting_job.plan_retry
+
+        async def plan_and_delete(*words: object) -> object:
+            planned = await plan(*words)
+            await database.write(lambda db: db.execute(files.delete()))
+            return planned
+
+        monkeypatch.setattr(resting_job, "plan_retry", plan_and_delete)
+    elif of == "an earlier job":
         removal = removals.Removal("fragile.jsonl", "default", "job_earlier", "somebody", 1.0)
-        await service._tools.database.write(removals.insert, removal)
+        await database.write(removals.insert, removal)
     else:
         (tmp_path / "fragile.jsonl").unlink()
     with pytest.raises(UnknownName, match=r"fragile\.jsonl"):
@@ -149,13 +167,13 @@ async def test_the_next_owner(opened, tmp_path: Path, is_stored: bool):
         await end_of(service, view.id)
     before = await kept(service, view.id)
     await service.close()
-    files, owned = JobFiles(tmp_path / "data", view.id), OwnedFiles()
-    begun_retries.begin(files.data_dir, view.id, 1, owned)
-    begun_retries.begin(files.data_dir, "job_gone", 1, owned)
+    job, owned = JobFiles(tmp_path / "data", view.id), OwnedFiles()
+    begun_retries.begin(job.data_dir, view.id, 1, owned)
+    begun_retries.begin(job.data_dir, "job_gone", 1, owned)
     if not is_stored:
-        files.write_spec(replace(files.read_spec(), labels={"of": "the retry"}), owned)
-        files.plan(1).mkdir()
-        (files.plan(1) / "plan.json").write_text("{}")
+        job.write_spec(replace(job.read_spec(), labels={"of": "the retry"}), owned)
+        job.plan(1).mkdir()
+        (job.plan(1) / "plan.json").write_text("{}")
     service = await opened()
     assert await kept(service, view.id) == before
     assert (await service.show(view.id)).generation == is_stored

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from fakes.lora_files import CONFIG, WEIGHTS, lora, lora_files, write_lora
 from fakes.model_hub import TOKEN, ModelHub
+from msgspec.structs import replace
 from services.adapter_room import SMALL, THEM, US, AdapterRoom
 
 from batchmill.errors import Conflict, Forbidden, InvalidInput, StorageFull, UnknownName
+from batchmill.jobs.ledger import records as job_records
 from batchmill.models.adapters.fetching import Fetched, FetchReport
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import check_name, read_reference
@@ -294,12 +296,17 @@ def job(places: list[str]) -> dict:
 
 
 async def test_removed_while_a_job_uses_it(room: AdapterRoom, tmp_path: Path) -> None:
-    """A removed adapter is found no more; its files stay a while, and for as long as a job needs them."""
+    """A removed adapter is found no more; its files stay a while, and for as long as a job needs them. An order that
+    was checked before is refused as it is stored, however late that is.
+    """
     record = await add(room, "shout", write_lora(tmp_path / "a"))
     await room.database.write(lambda db: db.execute(jobs.insert().values(**job([record.folder]))))
     assert [each.own_name for each in await room.adapters.remove("default", "shout", 1)] == ["shout/1"]
     with pytest.raises(UnknownName):
         room.adapters.get("default", "shout")
+    late = msgspec.json.decode(job([record.folder])["spec"], type=JobSpec)
+    with pytest.raises(Conflict, match="the adapter a/0 was removed meanwhile: send the order again"):
+        await room.database.write(job_records.enter, replace(late, id="job_2"), None, None)
     await room.adapters.sweep()
     assert room.folders() == [record.id]
     await room.clock.sleep(REMOVED_S + 1)

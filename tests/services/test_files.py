@@ -360,6 +360,21 @@ async def test_a_file_that_a_job_reads_stays(room, state):
     await room.files.delete("one", other.id, "ada")
 
 
+async def test_a_file_whose_job_is_retried_meanwhile_stays(room, monkeypatch):
+    """A job that had ended when a deletion or a sweep looked at the jobs may read its input again."""
+    record = await room.upload(expires_s=3600)
+    await room.put_job(JobState.QUEUED, reads=str(room.files.path(record)), generation=1)
+    look = job_records.in_use
+    monkeypatch.setattr(job_records, "in_use", lambda *words, **more: look(*words, **more) if more else set())
+    with pytest.raises(Conflict) as caught:
+        await room.files.delete("one", record.id, "ada")
+    assert caught.value.code == "file_in_use"
+    room.clock.at += 4000
+    assert await room.files.sweep() == 0 and record.id in room.left()
+    await room.put_job(JobState.COMPLETED, reads=str(room.files.path(record)), generation=1)
+    assert await room.files.sweep() == 1
+
+
 @pytest.mark.parametrize("state", sorted(ENDED))
 async def test_a_file_goes_when_its_job_has_ended(room, state):
     """The input of a job at rest is a file like any other."""
@@ -391,7 +406,7 @@ async def test_a_file_that_expires_while_its_job_is_made_stays(room, monkeypatch
     room.clock.at += 20
     look = job_records.in_use
 
-    def look_and_let_go(db, paths, project=None):
+    def look_and_let_go(db, paths, project=None, **_):
         found = look(db, paths, project)
         room.files._holds.clear()
         return found

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
@@ -21,7 +22,7 @@ from batchmill.jobs.intake.retries import Target
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import begun_retries, deployed, packed
 from batchmill.jobs.ledger.files import read_spec
-from batchmill.jobs.ledger.records import columns_of, note_order, refuse_deleted
+from batchmill.jobs.ledger.records import columns_of, note_order, refuse_deleted, refuse_unrecorded
 from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import moved_columns
@@ -76,7 +77,7 @@ class RestingJob(RecordedJob):
             self._stored.release()
 
     async def _open_generation(self, generation: int, target: Target, once: Once | None) -> None:
-        job_id, packed_files = self.spec.id, None
+        job_id, packed_files, published = self.spec.id, None, list[Path]()
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
             inputs = await asyncio.to_thread(self._inputs_in_place)
@@ -85,25 +86,29 @@ class RestingJob(RecordedJob):
             if self.spec.is_small:
                 packed_files = await asyncio.to_thread(lambda: packed.pack(packed.folders_of(self.files)))
             else:
-                await self._stored.publish(self.files.plan(generation))
-        faults.point("after_retry_plan")
-        await self._write_spec(self.spec)
-        faults.point("after_retry_spec")
+                published.append(self.files.plan(generation))
         limit = self._tools.quota_of(self.spec)
         models = [self.spec.models[number] for number in opened.models]
+        uploads = str(self._tools.data_dir / "files")
+        async with self._stored.publishing(*published) as name:
+            faults.point("after_retry_plan")
+            await self._write_spec(self.spec)
+            faults.point("after_retry_spec")
 
-        def check(db: sa.Connection) -> None:
-            refuse_deleted(db, inputs)
-            deployed.refuse_removed(db, self.spec, models)
-            if once is not None:
-                note_order(db, once, job_id, self._clock.now())
+            def check(db: sa.Connection) -> None:
+                refuse_deleted(db, inputs)
+                refuse_unrecorded(db, [path for path in inputs if os.path.dirname(path) == uploads])
+                deployed.refuse_removed(db, self.spec, models)
+                if once is not None:
+                    note_order(db, once, job_id, self._clock.now())
+                name(db)
 
-        await self._commit_log.write(
-            self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if limit is None else (self.spec.project, limit), packed=packed_files, within=check,
-            **columns_of(self.spec),
-        )  # fmt: skip
-        faults.point("after_retry")
+            await self._commit_log.write(
+                self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
+                None if limit is None else (self.spec.project, limit), packed=packed_files, within=check,
+                **columns_of(self.spec),
+            )  # fmt: skip
+            faults.point("after_retry")
 
     def _inputs_in_place(self) -> list[str]:
         """The files of a server that rows are read from. Raises: UnknownName for one that nobody can restore."""

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
+import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, StorageFailed, TermOver
+from batchmill.errors import BatchmillError, DatabaseUnavailable, StorageFailed, TermOver
 from batchmill.owned_files import OwnedFiles, discard
 from batchmill.owner_term import PrefixTerm, Term
 from batchmill.part_files import sync_folder
@@ -121,20 +122,36 @@ class ObjectFiles:
     # -- publish ------------------------------------------------------------------------------------------------------
 
     async def publish(self, *paths: Path) -> None:
+        async with self.publishing(*paths) as name:
+            await self._database.write(name)
+
+    @contextlib.asynccontextmanager
+    async def publishing(self, *paths: Path) -> AsyncIterator[Callable[[sa.Connection], None]]:
         wanted = {key: path for path in paths if (key := self._key(path)) and path.exists()}
         if not wanted:
+            yield lambda _: None
             return
         prefixes = {key: f"{key}/{uuid.uuid4().hex}/" for key in wanted}
         await self._database.write(catalog.begin, list(prefixes.values()))
         faults.point("before_publish_objects")
-        published = []
+        published, unnamed = list[Stored](), list[str]()
+
+        def name(db: sa.Connection) -> None:
+            unnamed[:] = catalog.name(db, published)
+
         with self._holding(wanted):  # an older copy of the same path may not be removed meanwhile
             for key, path in wanted.items():
                 async with self._lock(key):
                     size = await _in_thread(folder_objects.put, self._objects, prefixes[key], path)
                 published.append(Stored(key, prefixes[key], size))
             faults.point("after_publish_objects")
-            unnamed = await self._database.write(catalog.name, published)
+            try:
+                yield name
+            except DatabaseUnavailable:
+                raise  # they may be named all the same: the next owner knows
+            except BatchmillError:
+                await self._delete_nameless(set(prefixes.values()))
+                raise
             await self._named(published, unnamed)
 
     async def link(self, source: Path, target: Path) -> None:
@@ -234,6 +251,11 @@ class ObjectFiles:
         for key in keys:
             await self._unmark(key)
         await self._delete(unnamed)
+
+    async def _delete_nameless(self, objects: set[str]) -> None:
+        """Delete those of these objects that nothing names."""
+        with contextlib.suppress(DatabaseUnavailable):  # the next owner does
+            await self._delete(objects.intersection(await self._database.read(catalog.unnamed)))
 
     async def _delete(self, objects: Iterable[str]) -> None:
         """Delete objects that nothing names. What cannot be deleted now, the next owner deletes."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import sqlalchemy as sa
 
 from batchmill.owner_term import ENDLESS, PrefixTerm
 from batchmill.wire.messages import StoredFile
@@ -55,6 +57,11 @@ class StoredFiles(Protocol):
 
     async def publish(self, *paths: Path) -> None:
         """Make files or folders that lie in the data directory durable. Call it before their record is stored."""
+
+    def publishing(self, *paths: Path) -> AbstractAsyncContextManager[Callable[[sa.Connection], None]]:
+        """As `publish`, where one transaction is to name the files and to store their record: the context gives what
+        it calls. Files that are not named then go at the end of the context, or with the next owner.
+        """
 
     async def link(self, source: Path, target: Path) -> None:
         """Publish `target`, a hard link to the published file `source`."""
@@ -119,6 +126,9 @@ class LocalFiles:
 
     async def publish(self, *paths: Path) -> None:
         return
+
+    def publishing(self, *paths: Path) -> AbstractAsyncContextManager[Callable[[sa.Connection], None]]:
+        return contextlib.nullcontext(lambda _: None)
 
     async def link(self, source: Path, target: Path) -> None:
         return

@@ -7,6 +7,7 @@ Until the job ends, none of them is removed: `services/functions/records.py`, `s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -15,7 +16,7 @@ import sqlalchemy as sa
 from batchmill.errors import Conflict, UnknownName
 from batchmill.models.secrets import LLM_TOKENS
 from batchmill.store.sql.compiled import CompiledStatement
-from batchmill.store.sql.tables import connectors, model_routes, model_versions, remote_models, secrets
+from batchmill.store.sql.tables import adapters, connectors, model_routes, model_versions, remote_models, secrets
 from batchmill.types import Connector, ModelSpec, SchemaVersion
 from batchmill.wire.bundles import READY, unknown_version
 from batchmill.wire.job_spec import JobSpec
@@ -26,6 +27,8 @@ _STATES = CompiledStatement(
     .order_by(model_versions.c.branch, model_versions.c.number)
 )
 _SECRET = "secret:"
+PAGE = 500  # ids in one statement
+REMOVED = "removed"  # the state of such an adapter
 _LABELS = CompiledStatement(
     sa.select(model_routes.c.label)
     .where(model_routes.c.name == sa.bindparam("of_name"), model_routes.c.label.startswith("@"))
@@ -61,6 +64,7 @@ def refuse_removed(db: sa.Connection, spec: JobSpec, models: Sequence[ModelSpec]
     _refuse_connectors(db, used, is_new=models is None)
     if models is None:
         _refuse_tokens(db, used)
+        _refuse_adapters(db, used)
 
 
 def _key_of(model: ModelSpec) -> tuple[str, str]:
@@ -131,6 +135,18 @@ def _refuse_tokens(db: sa.Connection, models: Sequence[ModelSpec]) -> None:
     stored = set(db.execute(sa.select(secrets.c.name).where(secrets.c.name.in_(names))).scalars())
     if gone := [model for model, name in used if name not in stored]:
         raise ModelsRemoved(f"the model {gone[0].name}, or its token, was removed: choose another model", gone)
+
+
+def _refuse_adapters(db: sa.Connection, models: Sequence[ModelSpec]) -> None:
+    """Adapters that were removed since the order was checked. Their ids are the names of their folders."""
+    names = {os.path.basename(folder): name for model in models for name, folder in model.adapters.items()}
+    ids = list(names)
+    for first in range(0, len(ids), PAGE):
+        some = adapters.c.id.in_(ids[first : first + PAGE])
+        for gone in db.execute(sa.select(adapters.c.id).where(some, adapters.c.state == REMOVED)).scalars():
+            raise Conflict(
+                f"the adapter {names[gone]} was removed meanwhile: send the order again", code="adapter_removed"
+            )
 
 
 def _refuse_class(db: sa.Connection, version: SchemaVersion) -> None:

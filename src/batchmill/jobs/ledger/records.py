@@ -20,7 +20,7 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import put
-from batchmill.store.sql.tables import error_counts, job_models, jobs, submissions
+from batchmill.store.sql.tables import error_counts, files, job_models, jobs, submissions
 from batchmill.store.sql.transactions import Record
 from batchmill.types import JobOrder, JobQuery, Once
 from batchmill.wire.job_spec import JobSpec
@@ -159,9 +159,13 @@ def unfinished(db: sa.Connection) -> Sequence[Record]:
     return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
 
 
-def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
-    """Which of `paths` are inputs of a job that has not ended, of one project or of all."""
-    query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
+def in_use(
+    db: sa.Connection, paths: Collection[str], project: str | None = None, *, by_retries: bool = False
+) -> set[str]:
+    """Which of `paths` are inputs of a job that has not ended, of one project or of all; or of one that was retried."""
+    query = sa.select(jobs.c.spec).where(_UNFINISHED)
+    if by_retries:
+        query = query.where(jobs.c.generation > 0)
     if project is not None:
         query = query.where(jobs.c.project == project)
     wanted, used = set(paths), set[str]()
@@ -320,6 +324,14 @@ def refuse_deleted(db: sa.Connection, paths: Sequence[str]) -> None:
     """Raises: UnknownName where one of these files of a server was deleted."""
     for removed in removals.find_all(db, [os.path.basename(path) for path in paths]):
         raise UnknownName(f"No such File object: {removed}", code="unknown_file")
+
+
+def refuse_unrecorded(db: sa.Connection, paths: Sequence[str]) -> None:
+    """Raises: UnknownName where one of these files among those of a server has no record any more."""
+    names = {os.path.basename(path) for path in paths}
+    found = set(db.execute(sa.select(files.c.id).where(files.c.id.in_(names))).scalars()) if names else set()
+    for name in sorted(names - found):
+        raise UnknownName(f"the file {name} was deleted: its rows cannot run again", code="unknown_file")
 
 
 class NewJob(Struct, frozen=True):

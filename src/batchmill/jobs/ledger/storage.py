@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
+
+import sqlalchemy as sa
 
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.owned_files import OwnedFiles
@@ -74,6 +77,10 @@ class JobStorage:
 
     async def publish(self, *folders: Path) -> None:
         await self._stored.publish(*folders)
+
+    def publishing(self, *folders: Path) -> AbstractAsyncContextManager[Callable[[sa.Connection], None]]:
+        """See `StoredFiles.publishing`."""
+        return self._stored.publishing(*folders)
 
     async def publish_results(self, results: ResultFiles) -> None:
         """Publish result files in the data directory: one elsewhere belongs to its caller."""

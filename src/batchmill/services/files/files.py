@@ -385,14 +385,13 @@ class FileService:
         try:
             path = str(self.path(record))
             if readers is not None and await self._database.read(job_records.in_use, [path], readers):
-                raise Conflict(
-                    f"{record.id} is in use by a job that has not ended: cancel the job, or wait until it ends",
-                    code="file_in_use",
-                )
+                raise file_records.in_use(record)
             if record.job is not None:
                 await self._remove_copies(record)
             self._uploaded.pop(record.id, None)
-            await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
+            await self._database.write(
+                _forget, record, by, self._clock.now(), self.path(record), self.stored.log, readers
+            )  # fmt: skip
             self._adopted_lately.pop(record.job or "", None)
             faults.point("after_forget")
             await self.disk.run(discard, self.path(record))
@@ -566,9 +565,13 @@ def _insert_result(db: sa.Connection, adopted: FileRecord | Removal) -> None:
 
 
 def _forget(
-    db: sa.Connection, record: FileRecord, by: str, now: float, path: Path, log: FileLog | None
+    db: sa.Connection, record: FileRecord, by: str, now: float, path: Path, log: FileLog | None, readers: str | None
 ) -> None:  # fmt: skip
-    """Delete a record. For a result, store who deleted it."""
+    """Delete a record. For a result, store who deleted it. Raises: Conflict if a job that had ended was retried since
+    `FileService._remove` has looked: no other can have begun to read the file.
+    """
+    if job_records.in_use(db, [str(path)], readers, by_retries=True):
+        raise file_records.in_use(record)
     file_records.delete(db, record.id)
     if log is not None:
         log.forget(db, [path])

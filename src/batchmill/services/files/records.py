@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import UnknownName
+from batchmill.errors import Conflict, UnknownName
 from batchmill.store.quotas import note_added
 from batchmill.store.sql.compiled import CompiledStatement
 from batchmill.store.sql.tables import files, jobs
@@ -62,6 +62,12 @@ _RESULTS_OF = CompiledStatement(
 
 def unknown(file_id: str) -> UnknownName:
     return UnknownName(f"No such File object: {file_id[:SHOWN_CHARS]}", code="unknown_file")
+
+
+def in_use(record: FileRecord) -> Conflict:
+    return Conflict(
+        f"{record.id} is in use by a job that has not ended: cancel the job, or wait until it ends", code="file_in_use"
+    )
 
 
 def find(db: sa.Connection, file_id: str) -> FileRecord | None:
