@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,11 @@ from batchmill.errors import StorageFailed, StorageFull
 from batchmill.owner_term import ENDLESS, Term
 
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
+SYNCED_MAX = 10_000  # folders that a process remembers
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OTHERS = 0o077
+_UNSYNCED = stat.S_ISVTX  # of a private folder, for which it has no meaning: its name may not be durable yet
+_synced: set[str] = set()  # folders for others too, whose names this process has made durable
 
 
 class Digest(Protocol):
@@ -165,18 +170,48 @@ def sync_folder(folder: Path) -> None:
 def make_folder(folder: Path, mode: int = 0o700, parents_mode: int | None = None) -> None:
     """Make a folder and its missing parents, unless they are there, and make their names durable.
 
+    A process may be killed before it has synced the name of the last folder that it made, which the next one then does.
+
     Args: parents_mode: None: as the folder's. Raises: OSError; NotADirectoryError where something else has the name.
     """
     missing, present = [], folder
     while not present.exists():
         missing.append(present)
         present = present.parent
+    _keep_name(present)
     for each in reversed(missing):
-        each.mkdir(mode if each == folder or parents_mode is None else parents_mode, exist_ok=True)
-        with suppress(PermissionError):  # who owns the parent may let this user write there, and not read
-            sync_folder(each.parent)
+        own_mode = mode if each == folder or parents_mode is None else parents_mode
+        unsynced = 0 if own_mode & _OTHERS else _UNSYNCED
+        try:
+            each.mkdir(own_mode | unsynced)
+        except FileExistsError:  # another process was faster
+            _keep_name(each)
+        else:
+            _sync_name(each)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def _keep_name(folder: Path) -> None:
+    """Make the name of a folder durable if this user's process that made it may not have come to do so."""
+    found = os.stat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    is_private = not found.st_mode & _OTHERS
+    if found.st_mode & _UNSYNCED if is_private else str(folder) not in _synced:
+        _sync_name(folder)
+
+
+def _sync_name(folder: Path) -> None:
+    with suppress(PermissionError):  # who owns the parent may let this user write there, and not read
+        sync_folder(folder.parent)
+    mode = stat.S_IMODE(os.stat(folder).st_mode)
+    if mode & _OTHERS:
+        if len(_synced) >= SYNCED_MAX:
+            _synced.clear()
+        _synced.add(str(folder))
+    elif mode & _UNSYNCED:
+        folder.chmod(mode & ~_UNSYNCED)
 
 
 def sync_tree(folder: Path) -> None:

@@ -153,7 +153,7 @@ log = logging.getLogger("batchmill.adapters")
 
 UPLOAD = "upload"  # the source of an uploaded adapter
 FOLDER = "adapters"  # in the data directory
-REMOVED_S = 600.0  # files of a removed adapter stay so long, for jobs that are being submitted
+REMOVED_S = 600.0  # files of a removed adapter stay so long, for live calls and jobs that are being prepared
 
 
 class AdapterService:
