@@ -122,8 +122,10 @@ async def test_a_retry_beyond_a_quota(opened, tmp_path: Path, rows: int):
     assert await kept(service, view.id) == before
 
 
-@pytest.mark.parametrize("rows", [SMALL, LARGE])
-@pytest.mark.parametrize("of", ["the caller", "an earlier job", "the server"])
+@pytest.mark.parametrize(
+    ("rows", "of"),
+    [(SMALL, "the caller"), (LARGE, "an earlier job"), (SMALL, "the server"), (LARGE, "the server")],
+)
 async def test_a_retry_whose_input_was_deleted(opened, tmp_path: Path, rows: int, of: str, monkeypatch):
     """It is refused, where the job would have paused until somebody restores the file; so it is where the bytes of a
     deleted file are still there, and where it is deleted while the retry is prepared."""

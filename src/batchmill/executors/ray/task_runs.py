@@ -72,7 +72,8 @@ class TaskRuns:
                 self._freed.set()
             ended = TaskEnded(order.id, reply)
         except ActorFailed as error:
-            ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS], is_lost=error.kind not in NEVER_LOST)
+            is_lost = error.kind not in NEVER_LOST and not error.is_of_setup
+            ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS], is_lost=is_lost)
         except (TimeoutError, *TERM_OVER) as error:
             ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS])
         except Exception as error:  # whatever Ray raises for a node that it lost
