@@ -15,7 +15,7 @@ from batchmill.services.data_dirs.databases import describe, open_to_read
 SHOWN_CHARS = 1000
 OWNER = "batchmill.store.prefix_owner"
 WARNING = (
-    "If the other database is used again, each of the two removes objects that the other needs. Watching for two "
+    "If the other database is used again, each of the two removes objects that the other needs. Watching for three "
     "minutes whether its server still runs …"
 )
 
