@@ -1,5 +1,6 @@
 """What code a deployment takes along: files with their imports, folders, repositories, functions of a notebook."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -174,6 +175,87 @@ def test_a_lambda_becomes_a_def():
     scope = {}
     exec(found.files["source.py"].decode(), scope)
     assert found.target == "source.py:predict" and scope["predict"](1) == 2
+
+
+CHANGED = """
+import functools, json
+FACTOR, COUNT, PLACE = 1, None, object()
+
+def by_default(n, factor=FACTOR, *, more=FACTOR + 1):
+    return n * factor + more
+
+class ByAttribute:
+    factor = FACTOR
+    def predict(self, n, more=FACTOR):
+        return n * self.factor + more
+
+by_loop = [lambda n, factor=factor: n * factor for factor in (3, 4)]
+twins = [lambda a: a * 2, lambda b: b * 2]
+
+def counted(n):
+    global COUNT, SEEN
+    COUNT = SEEN = (COUNT or 6) + n
+    return COUNT
+
+def plus(function):
+    @functools.wraps(function)
+    def inner(n):
+        return function(n) + 1000
+    return inner
+
+@plus
+def decorated(n):
+    return n
+
+def plain(n):
+    return n
+
+wrapped, twice = plus(plain), plus(decorated)
+named = functools.wraps(plain)(lambda n: -n)
+dumps = functools.wraps(json.dumps)(lambda n: -n)
+
+def through(n):
+    return named(n)
+
+def imported(n):
+    return dumps(n)
+
+def placed(n, place=PLACE):
+    return n
+
+FACTOR, PLACE = 7, object()
+"""
+
+
+def test_a_function_keeps_the_values_that_it_was_defined_with(tmp_path, monkeypatch):
+    """What its names stand for by now, and a wrapper that its source does not show, is never run in its place."""
+    (tmp_path / "notebook.py").write_text(CHANGED)
+    spec = importlib.util.spec_from_file_location("__main__", tmp_path / "notebook.py")
+    notebook = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    spec.loader.exec_module(notebook)
+
+    def made(function):
+        found, scope = capture(function), {}
+        exec(found.files["source.py"].decode(), scope)
+        return scope[found.attribute]
+
+    assert made(notebook.by_default)(10) == 12
+    assert made(notebook.ByAttribute)().predict(10) == 11
+    assert [made(each)(10) for each in notebook.by_loop] == [30, 40]
+    assert made(notebook.twins[1])(b=3) == 6
+    assert made(notebook.counted)(1) == 7
+    assert made(notebook.decorated)(1) == 1001
+    for function in (notebook.wrapped, notebook.twice, notebook.named, notebook.through):
+        with pytest.raises(InvalidInput, match="was wrapped after its definition"):
+            capture(function)
+    with pytest.raises(InvalidInput, match="'dumps' is a function"):
+        capture(notebook.imported)
+    with pytest.raises(InvalidInput, match="'PLACE' stood for"):
+        capture(notebook.placed)
+    monkeypatch.setattr(bundling, "bundled", notebook.plus(bundled))
+    with pytest.raises(InvalidInput, match="was wrapped or replaced"):
+        capture(bundled)
 
 
 def test_what_cannot_be_written_down_is_refused(monkeypatch):

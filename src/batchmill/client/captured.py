@@ -16,9 +16,9 @@ import site
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from msgspec import Struct
@@ -183,8 +183,17 @@ def capture(function: Callable[..., Any]) -> Collected:
     file = getattr(module, "__file__", None)
     is_lambda = isinstance(target, FunctionType) and target.__name__ == "<lambda>"
     if target.__module__ != "__main__" and file is not None and not is_lambda and "<locals>" not in target.__qualname__:
+        if _of_name(module, target.__qualname__) is not function:
+            raise _no(f"{_named(target)} was wrapped or replaced after its definition in {file}")
         return collect(f"{file}:{target.__qualname__}", Path.cwd())
-    return _Capture().made(target)
+    return _Capture().made(target, function)
+
+
+def _of_name(value: Any, name: str) -> Any:
+    """What a module or class has under a dotted name; None: nothing."""
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 class _Capture:
@@ -198,7 +207,10 @@ class _Capture:
         self._files: dict[str, Path | bytes] = {}
         self._defers = False  # annotations are not evaluated when the file runs
 
-    def made(self, target: FunctionType | type) -> Collected:
+    def made(self, target: FunctionType | type, function: Callable[..., Any]) -> Collected:
+        """Args: function: what the decorators of the definition have made of `target`."""
+        if function is not target:
+            _refuse_rewrapped(target, function)
         name = self._define(target, "")
         future = ["from __future__ import annotations"] if self._defers else []
         parts = ["\n".join([*future, *self._imports]), "\n".join(self._constants), *self._definitions]
@@ -211,7 +223,11 @@ class _Capture:
         if isinstance(target, FunctionType) and target.__code__.co_freevars:
             names = ", ".join(target.__code__.co_freevars)
             raise _no(f"{_named(target)} is a closure over {names}: make them arguments or names of the module")
+        if alias and hasattr(target, "__wrapped__"):
+            _refuse_rewrapped(target, target)
         tree = _tree(target)
+        scope = target.__globals__ if isinstance(target, FunctionType) else vars(sys.modules[target.__module__])
+        _hold_values(tree, target, scope)
         name = alias or target.__name__
         if isinstance(tree, ast.Lambda):
             name = alias or LAMBDA
@@ -220,11 +236,11 @@ class _Capture:
             tree.name = alias
         self._known[name] = target
         self._defers = self._defers or _defers(target, tree)
-        scope = target.__globals__ if isinstance(target, FunctionType) else vars(sys.modules[target.__module__])
+        own = {name, *_globals_in(tree)}
         for used in _names_in(tree):
             if used in scope and used != name:
                 self._bring(used, scope[used])
-            elif used != name and not hasattr(builtins, used):
+            elif used not in own and not hasattr(builtins, used):
                 raise _no(f"{_named(target)} uses {used!r}, which is not defined there")
         self._definitions.append(ast.unparse(tree))
         return name
@@ -242,11 +258,8 @@ class _Capture:
         elif isinstance(value, FunctionType | type) and value.__module__ == "__main__":
             self._define(value, name)
         elif _is_constant(value):
-            text = repr(value)
-            if len(text) > CONSTANT_CHARS_MAX:
-                raise _no(f"{name!r} is {len(text):,} characters long: write it to a file, and read it in the function")
-            self._constants.append(f"{name} = {text}")
-        elif (module := getattr(value, "__module__", None)) and getattr(value, "__qualname__", "").isidentifier():
+            self._constants.append(f"{name} = {_text_of(name, value)}")
+        elif (module := getattr(value, "__module__", None)) and _is_found(value, module):
             self._imports[f"from {module} import {value.__qualname__} as {name}"] = None
             self._take_file(sys.modules[module])
         elif module == "typing":
@@ -265,6 +278,76 @@ class _Capture:
             return
         found = collect(f"{file}:{'_'}", Path.cwd())
         self._files |= {place: content for place, content in found.files.items() if place != FILE}
+
+
+def _is_found(value: Any, module: str) -> bool:
+    """Whether an import finds this very value by its name."""
+    name = getattr(value, "__qualname__", "")
+    return name.isidentifier() and _of_name(sys.modules.get(module), name) is value
+
+
+def _refuse_rewrapped(target: FunctionType | type, function: Callable[..., Any]) -> None:
+    """Refuse a wrapper that the decorators above a definition have not made: its source says nothing of it."""
+    inner = inspect.unwrap(target) if isinstance(target, FunctionType) else target
+    scope = getattr(inner, "__globals__", {})
+    is_own = scope.get(inner.__name__) is function or "<locals>" in inner.__qualname__
+    if not getattr(_tree(inner), "decorator_list", []) or not is_own:
+        raise _no(f"{_named(inner)} was wrapped after its definition: write a def that calls it, or decorate it with @")
+
+
+def _hold_values(tree: Any, target: FunctionType | type, scope: Mapping[str, Any]) -> None:
+    """Have a definition say the values that it holds: names in defaults and class attributes may mean others by now.
+
+    Raises: InvalidInput for a default that is no constant, and not what its name stands for now.
+    """
+    if isinstance(target, FunctionType):
+        _hold_defaults(tree.args, target, scope)
+        return
+    members = vars(target)
+    for part in tree.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            member = members.get(part.name)
+            function = inspect.unwrap(getattr(member, "__func__", member)) if member is not None else None
+            if isinstance(function, FunctionType):
+                _hold_defaults(part.args, function, scope | members)
+        elif isinstance(part, ast.Assign | ast.AnnAssign) and part.value is not None:
+            name = part.targets[0] if isinstance(part, ast.Assign) else part.target
+            if isinstance(name, ast.Name) and name.id in members and not _calls(part.value):
+                part.value = _as_held(part.value, members[name.id])
+
+
+def _hold_defaults(args: ast.arguments, function: FunctionType, scope: Mapping[str, Any]) -> None:
+    values = function.__defaults__ or ()
+    if len(values) == len(args.defaults):
+        args.defaults = [_default(node, value, scope) for node, value in zip(args.defaults, values, strict=True)]
+    named = function.__kwdefaults__ or {}
+    for at, (arg, node) in enumerate(zip(args.kwonlyargs, args.kw_defaults, strict=True)):
+        if node is not None and arg.arg in named:
+            args.kw_defaults[at] = _default(node, named[arg.arg], scope)
+
+
+def _default(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> ast.expr:
+    if isinstance(node, ast.Name) and not _is_constant(value):
+        if scope.get(node.id, getattr(builtins, node.id, None)) is not value:
+            raise _no(f"a default is what {node.id!r} stood for when the function was defined, and no constant")
+        return node
+    return _as_held(node, value)
+
+
+def _as_held(node: ast.expr, value: Any) -> ast.expr:
+    """A constant as an expression; anything else as it was written."""
+    return ast.parse(_text_of("a value", value), mode="eval").body if _is_constant(value) else node
+
+
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(each, ast.Call) for each in ast.walk(node))
+
+
+def _text_of(name: str, value: Any) -> str:
+    text = repr(value)
+    if len(text) > CONSTANT_CHARS_MAX:
+        raise _no(f"{name!r} is {len(text):,} characters long: write it to a file, and read it in the function")
+    return text
 
 
 def _tree(target: FunctionType | type) -> Any:
@@ -290,13 +373,19 @@ def _lambda_of(target: FunctionType, text: str) -> ast.Lambda:
             tree = ast.parse(candidate)
         except SyntaxError:
             continue
-        code = target.__code__
         for node in ast.walk(tree):
             if isinstance(node, ast.Lambda):
-                made = compile(ast.Expression(node), "<lambda>", "eval").co_consts[0]
-                if (made.co_code, made.co_consts, made.co_names) == (code.co_code, code.co_consts, code.co_names):
+                made = compile(ast.Expression(node), "<lambda>", "eval").co_consts
+                if any(isinstance(each, CodeType) and _shape(each) == _shape(target.__code__) for each in made):
                     return node
     raise _no("the source of the lambda is not known: write def")
+
+
+def _shape(code: CodeType) -> tuple[object, ...]:
+    """What two lambdas with the same arguments and the same body share."""
+    kinds = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
+    return code.co_code, code.co_consts, code.co_names, code.co_varnames, counts, kinds
 
 
 def _as_def(node: ast.Lambda, name: str) -> ast.FunctionDef:
@@ -315,8 +404,15 @@ def _names_in(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    declared = _globals_in(tree)
+    bound -= declared.keys()
     read = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    return [name for name in dict.fromkeys(read) if name not in bound]
+    return [name for name in dict.fromkeys([*read, *declared]) if name not in bound]
+
+
+def _globals_in(tree: ast.AST) -> dict[str, None]:
+    """Names that a definition declares global, in order: it may change them, or make them."""
+    return {name: None for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
 
 
 def _is_constant(value: Any) -> bool:
