@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import gc
 import inspect
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from decimal import Decimal
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput, InvalidTransition, JobPaused
 from batchmill.inprocess import orders
 from batchmill.jobs.pools.job_run import JobRun
+from batchmill.services.data_dirs.data_dirs import try_lock
 from batchmill.wire.native import NewJob
 
 SIZE = f"function:{Path(__file__).with_name('functions.py')}:size"
@@ -160,6 +165,38 @@ def test_all_rows_beside_a_sample_of_them(data_dir: str, tmp_path: Path, monkeyp
     (tmp_path / "go").touch()
     whole.wait()
     assert not whole.is_sampled and sorted(row["n"] for row in whole) == data["n"]
+
+
+def test_a_fork_of_the_program(data_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is not the owner, also once its parent is not any more, and does not wait for what it cannot see."""
+    monkeypatch.setenv("INPROCESS_PLACE", str(tmp_path))
+    job = batchmill.run({"n": list(range(61))}, model=COUNTED, data_dir=data_dir, wait=False)
+    while not (tmp_path / "blocked").exists():
+        assert job.is_running
+        time.sleep(0.001)
+    ends, (said, says) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
+        if not (child := os.fork()):
+            try:
+                signal.alarm(30)  # it may wait for ever, if this fails
+                os.close(ends[1])
+                with contextlib.suppress(InvalidTransition):
+                    job.wait()
+                    os._exit(1)
+                os.write(says, b"refused")
+                os.read(ends[0], 1)
+            finally:
+                os._exit(0)
+    os.close(says)
+    assert os.read(said, 10) == b"refused"
+    (tmp_path / "go").touch()
+    job.wait()
+    lock = try_lock(Path(data_dir))
+    assert lock is not None
+    for fd in (lock, said, *ends):
+        os.close(fd)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 async def test_in_a_running_loop(data_dir: str):

@@ -14,6 +14,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from batchmill.services.data_dirs.forks import leave_to_owner
+
 CANCEL_S = 2.0  # how long `close` waits for cancelled requests
 ACCEPT_RETRY_S = 1.0  # after no file descriptor was free
 
@@ -50,6 +52,7 @@ class HttpServer:
                 loop.remove_reader(self._socket)
                 self._retry = loop.call_later(ACCEPT_RETRY_S, self.open)
                 return
+            leave_to_owner(connection.fileno())
             task = asyncio.create_task(self._serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)

@@ -14,6 +14,7 @@ from typing import Any
 from batchmill.control.app import ControlApp
 from batchmill.owned_files import OwnedFiles
 from batchmill.owner_term import POLL_S
+from batchmill.services.data_dirs.forks import leave_to_owner
 
 HTTP = "batchmill.control.http_server"  # it needs uvicorn
 BACKLOG = 128
@@ -51,6 +52,7 @@ class ControlListener:
             await asyncio.sleep(POLL_S)
         self._owned.remove(self._path)
         sock = self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        leave_to_owner(sock.fileno())
         sock.setblocking(False)
         with short_name(self._path) as name:
             sock.bind(name)

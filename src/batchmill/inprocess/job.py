@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
@@ -61,7 +62,7 @@ class Job:
     ) -> None:
         self._config, self._cwd, self._paths, self._keywords = config, cwd, list(paths), keywords
         self._shape = shape
-        self._background: Background = background()
+        self._process = os.getpid()
         self._submitted: Future[Submitted] = Future()
         self._view = JobView(id="", state=JobState.VALIDATING)
         self._sample: Sample | None = None  # the rows that this program asked for
@@ -106,6 +107,18 @@ class Job:
             return Followed(self._view, self._is_pausing)
 
         await follow_own_rows(submitted, self._sample, follow=follow, go_on=go_on)
+
+    @property
+    def _background(self) -> Background:
+        return background()
+
+    def _refuse_fork(self) -> None:
+        """Raises: InvalidTransition in a fork of the process that runs the job: what happens there is unknown here."""
+        if os.getpid() != self._process and not self._running.done():
+            raise InvalidTransition(
+                f"the job {self.id} runs in process {self._process}, of which this one is a fork: call batchmill.run "
+                "again here, which joins the job"
+            )
 
     def accepted(self) -> None:
         """Wait until the job is one. Raises: InvalidInput for an order that cannot run."""
@@ -155,6 +168,7 @@ class Job:
         Args: progress: show a bar; None: in a notebook and on a terminal.
         Raises: JobPaused, InvalidDataset, and what else keeps a job from its end.
         """
+        self._refuse_fork()
         shown = progress_of(progress)
         try:
             try:
@@ -221,6 +235,7 @@ class Job:
 
     async def waited(self, progress: bool | None) -> Self:
         """As `wait`, in an event loop of the program: a cancellation is its interrupt."""
+        self._refuse_fork()
         shown = progress_of(progress)
         try:
             self._announce(shown)
@@ -268,6 +283,7 @@ class Job:
             adapter: of the job's model, which answers them.
         """
         refuse_unfinished(self._view)
+        self._refuse_fork()
         change = RetryChange(params or {}, None, adapter)
         self._settle()
         self._is_pausing = False
@@ -351,6 +367,7 @@ class Job:
 
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
         """The rows, some at once; an empty batch where none has finished for a moment."""
+        self._refuse_fork()
         seen = bytearray()
         while self.is_running:
             self._changed.wait(VIEW_S)

@@ -13,6 +13,7 @@ from pathlib import Path
 from batchmill.config import Config
 from batchmill.errors import InvalidConfig, to_storage_error
 from batchmill.part_files import make_folder
+from batchmill.services.data_dirs.forks import leave_to_owner
 from batchmill.store.names import DATABASE
 
 log = logging.getLogger("batchmill.owner")
@@ -43,13 +44,17 @@ def prepare_data_dir(data_dir: Path) -> None:
 
 
 def try_lock(data_dir: Path) -> int | None:
-    """Take the owner's lock. Returns a descriptor that holds it until it is closed; None if another process does."""
+    """Take the owner's lock. Returns a descriptor that holds it until it is closed; None if another process does.
+
+    Forks of this process do not hold it.
+    """
     fd = os.open(data_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
+    leave_to_owner(fd)
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return fd
