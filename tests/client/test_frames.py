@@ -72,9 +72,10 @@ def test_rows_are_json_lines(tmp_path):
         assert is_data(rows) and write_data(rows, path).suffix == ".jsonl"
         assert [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] == ROWS
     moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
-    write_data([{"a": np.float64(0.5), "b": np.arange(2), "c": moment, "d": pd.Timestamp(moment), "e": None}], path)
+    values = {"a": np.float64(0.5), "b": np.arange(2), "c": moment, "d": pd.Timestamp(moment), "e": None, "f": pd.NaT}
+    write_data([values], path)
     assert msgspec.json.decode(path.read_bytes()) == {
-        "a": 0.5, "b": [0, 1], "c": "2026-01-02T00:00:00Z", "d": "2026-01-02T00:00:00+00:00", "e": None,
+        "a": 0.5, "b": [0, 1], "c": "2026-01-02T00:00:00Z", "d": "2026-01-02T00:00:00+00:00", "e": None, "f": None,
     }  # fmt: skip
 
 
@@ -217,6 +218,9 @@ def test_what_is_no_dataset_is_refused(tmp_path):
         (pl.DataFrame(ROWS).lazy(), "collect"),
         ({"a": [1], "b": [1, 2]}, "no table"),
         ({1: [1]}, "names of text"),
+        ({"text": "abc"}, "'text' is a str: give a list"),
+        ({"text": {"a": 1}}, "'text' is a dict: give a list"),
+        (pl.DataFrame({"a": pl.Series([object()], dtype=pl.Object)}), "type Object has no form"),
         ([1, 2], "row 0 is a int"),
         ([{"a": 1}, {"a": object()}], "row 1 cannot be written"),
         (b"bytes", "bytes is no dataset"),

@@ -257,11 +257,23 @@ def test_what_cannot_run_is_refused(data_dir: str):
         ({"model": "unknown"}, "no model is called 'unknown'"),
         ({"model": SIZE, "deadline": 5.0, "completion_s": 5.0}, "leave one of them out"),
         ({"model": SIZE, "limit": 1, "sample": 1}, "sample"),
+        ({"model": ""}, "name a model"),
+        ({"models": 3}, "models is a list of models, not 3"),
+        ({"models": [SIZE, COUNTED], "workers": 2}, "workers describes one model"),
+        ({"model": SIZE, "gpus": -1}, "gpus must be 0 to 1024, not -1"),
+        ({"model": SIZE, "executor": "dask"}, "executor is 'ray', not 'dask'"),
+        ({"model": SIZE, "restart": "yes"}, r"got `str` - at `\$.restart`"),
+        ({"model": SIZE, "output": 3}, "output is a path, not a int"),
+        ({"model": SIZE, "config": ""}, "config is empty"),
     ):
         with pytest.raises(InvalidInput, match=message):
             batchmill.run({"text": ["never"], "n": [0]}, data_dir=data_dir, **keywords)
     with pytest.raises(InvalidInput, match="there is no file"):
         batchmill.run("nowhere.jsonl", model=SIZE, data_dir=data_dir)
+    with pytest.raises(InvalidInput, match="an empty text is no path"):
+        batchmill.run("", model=SIZE, data_dir=data_dir)
+    with pytest.raises(InvalidInput, match="data_dir is a path, not a int"):
+        batchmill.run("nowhere.jsonl", model=SIZE, data_dir=3)
     with pytest.raises(InvalidInput, match="To run texts, give dicts"):
         batchmill.run(["a text", "another"], model=SIZE, data_dir=data_dir)
     assert not list(Path(data_dir, spooled_inputs.FOLDER).glob(f"{spooled_inputs.PART}*"))

@@ -7,7 +7,7 @@ relation of DuckDB. The libraries of frames are never imported here: their objec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +82,14 @@ def _arrow() -> Any:
 
 
 def _of_columns(data: Mapping[Any, Any]) -> pyarrow.Table:
-    for name in data:
+    for name, values in data.items():
         if not isinstance(name, str):
             raise InvalidInput(f"a column is called {name!r}: give columns names of text", code="invalid_column")
+        if isinstance(values, str | bytes | bytearray | Mapping | Set):
+            raise InvalidInput(
+                f"the column {name!r} is a {type(values).__name__}: give a list, with one value for each row",
+                code="invalid_frame",
+            )
     try:
         return _arrow().table({name: _arrow().array(values) for name, values in data.items()})
     except (_arrow().ArrowException, TypeError) as error:
@@ -137,6 +142,8 @@ def _write_stream(data: Any, path: Path) -> Written:
     except (arrow.ArrowException, TypeError) as error:
         raise _refused(data, f"its Arrow stream holds no table: {error}") from None
     dtypes = list(data.schema.values()) if kind == POLARS else []
+    if "Object" in map(str, dtypes):  # its stream has addresses of this process
+        raise InvalidInput("a column of polars' type Object has no form in Parquet: cast it", code="invalid_frame")
     shape = FrameShape(kind, reader.schema, dtypes)
     _check_names(reader.schema.names, 0)
     return _write_batches(reader, reader.schema, path, shape)
@@ -285,7 +292,8 @@ def _members(row: Any, number: int) -> Any:
 
 def _plain_value(value: Any) -> object:
     """What JSON has no form for: numbers and arrays of numpy, timestamps of pandas."""
-    for name in ("tolist", "isoformat"):
-        if hasattr(value, name):
-            return getattr(value, name)()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat() if value == value else None  # NaT is no time
     raise TypeError(f"a {type(value).__name__} has no form in JSON")

@@ -33,7 +33,16 @@ from batchmill.wire.schemas.output_schema import needless_schema
 Model = str | Callable[..., Any] | type
 FLAGS = {each.name for each in fields(ModelFlags)}
 MODELS = ("model", "models")
-SWITCHES = ("restart", "copy")
+
+
+class Switches(Struct, frozen=True):
+    """Keywords of the order alone."""
+
+    restart: bool = False
+    copy: bool = False
+
+
+SWITCHES = {each.name for each in fields(Switches)}
 
 
 class RunOptions(RowOptions, HowOptions, total=False):
@@ -63,8 +72,7 @@ class Keywords(Struct, frozen=True):
     models: list[Model]
     flags: ModelFlags
     validator: type | None = None  # the class of the schema, if its code validates
-    restart: bool = False
-    copy: bool = False
+    switches: Switches = Switches()
 
     @property
     def output(self) -> str | None:
@@ -77,11 +85,11 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     models = _models(given)
     try:
         flags = msgspec.convert({name: given.pop(name) for name in FLAGS & given.keys()}, ModelFlags)
-        switches = {name: msgspec.convert(given.pop(name), bool) for name in SWITCHES if name in given}
+        switches = msgspec.convert({name: given.pop(name) for name in SWITCHES & given.keys()}, Switches)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
-    if "output" in given and given["output"] is not None:
-        given["output"] = os.fspath(given["output"])
+    if "output" in given:
+        given["output"] = path_of("output", given["output"])
     validator = None
     if isinstance(source := given.get("schema"), type):
         given["schema"] = schema_of(source)
@@ -89,17 +97,28 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     job = described(NewJob, ["checked"], given, others=sorted({*FLAGS, *SWITCHES, "executor"}))
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
-    return Keywords(job, models, flags, validator, **switches)
+    return Keywords(job, models, flags, validator, switches)
+
+
+def path_of(name: str, value: Any) -> str | None:
+    """A keyword that is a path, or None. Raises: InvalidInput."""
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
+        raise InvalidInput(f"{name} is a path, not a {type(value).__name__}", code="invalid_field")
+    if not path:
+        raise InvalidInput(f"{name} is empty: give a path, or leave it out", code="invalid_field")
+    return path
 
 
 def _models(given: dict[str, Any]) -> list[Model]:
     model, models = given.pop("model", None), given.pop("models", None)
     if model is not None and models is not None:
         raise InvalidInput("model and models are two names of one thing: leave one out")
-    if isinstance(models, str):
+    if models is not None and not isinstance(models, list | tuple):
         raise InvalidInput(f"models is a list of models, not {models!r}")
     named: list[Model] = [model] if model is not None else list(models or ())
-    if not named:
+    if not named or "" in named:
         raise InvalidInput(
             "name a model: model='NAME' of the configuration, 'ENGINE:SOURCE', or a function", code="no_model"
         )
@@ -129,7 +148,7 @@ async def make_order(
     dataset = DatasetSpec(
         paths=files,
         format=job.format,
-        copy=keywords.copy,
+        copy=keywords.switches.copy,
         private_hosts=config.server.private_hosts if media or any(map(is_web_url, files)) else [],
         media_folder=(str(cwd) if is_spooled else "") if media else None,
         **msgspec.structs.asdict(config.limits),
@@ -162,7 +181,7 @@ async def make_order(
         together=job.together,
         labels=job.labels,
         sample=sample_of(job.limit, job.sample, job.seed),
-        restart=keywords.restart,
+        restart=keywords.switches.restart,
         overwrite=job.overwrite,
     )
 
@@ -207,10 +226,8 @@ async def _schema_of(
 
 async def _resolved(app: LocalApp, config: Config, cwd: Path, keywords: Keywords) -> list[ModelSpec]:
     if len(keywords.models) > 1 and keywords.flags != ModelFlags():
-        given = [each.name for each in fields(ModelFlags) if getattr(keywords.flags, each.name) != each.default]
-        raise InvalidInput(
-            f"{given[0] if given else 'flags'} describes one model: with several, describe each in the configuration"
-        )
+        given = [name for name in sorted(FLAGS) if getattr(keywords.flags, name) != getattr(ModelFlags(), name)]
+        raise InvalidInput(f"{given[0]} describes one model: with several, describe each in the configuration")
     functions = FunctionFiles(config.data_dir)
     models: list[ModelSpec] = []
     for each in keywords.models:

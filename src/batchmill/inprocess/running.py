@@ -16,8 +16,9 @@ from batchmill.config import Config
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput
 from batchmill.inprocess.job import Job
-from batchmill.inprocess.orders import Keywords, Model, RunOptions, checked
+from batchmill.inprocess.orders import Keywords, Model, RunOptions, checked, path_of
 from batchmill.services.data_dirs import data_dirs
+from batchmill.types.cluster import EXECUTORS
 
 Data = Any  # a path or several; a frame or table; a dict of columns; an iterable of rows
 
@@ -81,11 +82,15 @@ def _prepared(
     """What a job is made of."""
     given = dict(options)
     executor = given.pop("executor", None)
+    if executor is not None and executor not in EXECUTORS:
+        raise InvalidInput(
+            f"executor is {' or '.join(map(repr, EXECUTORS))}, not {executor!r}; leave it out for workers here"
+        )
     keywords = checked(given | ({} if model is None else {"model": model}))
     cwd = Path.cwd()
     loaded = configuration.load(
-        environ=os.environ, cwd=cwd, data_dir=None if data_dir is None else os.fspath(data_dir),
-        config_file=None if config is None else os.fspath(config), executor=executor,
+        environ=os.environ, cwd=cwd, data_dir=path_of("data_dir", data_dir), config_file=path_of("config", config),
+        executor=executor,
     )  # fmt: skip
     if is_data(data):
         path, shape = _spooled(data, loaded)
@@ -97,11 +102,9 @@ def _paths(data: Any) -> list[str]:
     sources: Iterable[Any] = data if isinstance(data, list | tuple) else [data]
     paths = []
     for source in sources:
-        if not isinstance(source, str | os.PathLike):
-            raise InvalidInput(
-                f"a {type(source).__name__} is no path: give the path of a file, or the data itself",
-                code="invalid_source",
-            )
+        if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+            what = "an empty text" if isinstance(source, str) else f"a {type(source).__name__}"
+            raise InvalidInput(f"{what} is no path: give the path of a file, or the data itself", code="invalid_source")
         paths.append(os.fspath(source))
     if isinstance(data, list | tuple) and paths and not any(_names_files(path) for path in paths):
         raise InvalidInput(

@@ -23,6 +23,7 @@ from batchmill.models.paths import OPENAI_LIKE, check_paths
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec, Price
 from batchmill.types.engine_traits import ENGINES, PROVIDER, ROUTES, EngineTraits, Source, unknown_engine
+from batchmill.types.machines import GPUS_MAX
 from batchmill.wire.features import check_features
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -306,6 +307,8 @@ def _name_of(entry: ModelEntry, kind: EngineKind) -> str:
 def _check(spec: ModelSpec) -> None:
     if not 1 <= spec.workers <= WORKERS_MAX:
         raise InvalidInput(f"workers must be 1 to {WORKERS_MAX}, not {spec.workers}")
+    if not 0 <= spec.needs.gpus <= GPUS_MAX:
+        raise InvalidInput(f"gpus must be 0 to {GPUS_MAX}, not {spec.needs.gpus}")
     if spec.workers != 1 and spec.scaling is not None:
         raise InvalidInput(
             f"{spec.workers} workers: the configuration gives {spec.name!r} {spec.scaling.replicas_min} to "
