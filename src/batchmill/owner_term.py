@@ -22,7 +22,7 @@ POLL_S = 0.05
 PATIENCE_S = 30.0  # of a task whose term is over, for another renewal
 _PREFIX = ",prefix="  # in a path: before the file of a `PrefixTerm`
 _TASK = "task="  # in a path: before the file of a `TaskTerm`
-_NOT_HEARD = (
+_TASK_NOT_RENEWED = (
     "no renewal of the owner's term has reached this node in time, and another process may be the owner: nothing is "
     "written to the object store"
 )
@@ -223,7 +223,7 @@ class TaskTerm(ReadTerm):
         ends_s = now_s() + PATIENCE_S
         while self.is_over():
             if now_s() >= ends_s:
-                raise Unavailable(_NOT_HEARD, code="store_unavailable")
+                raise Unavailable(_TASK_NOT_RENEWED, code="store_unavailable")
             time.sleep(POLL_S)
 
 

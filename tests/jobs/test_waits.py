@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from batchmill.jobs.views import ModelAtWork, Silent, Standstill, reasons, wait_without_runner
+from batchmill.jobs.views import ModelAtWork, Silent, Standstill, reasons, view_at_work, wait_without_runner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineStats, JobView
 
@@ -72,3 +74,12 @@ def test_a_job_that_nothing_works_on_says_so():
     paused = view(JobState.PAUSED, reason=PauseReason.REQUESTED)
     assert "(asked)" in wait_without_runner(paused, is_stranded=False).reasons[0]
     assert wait_without_runner(view(JobState.COMPLETED), is_stranded=False).reasons == []
+
+
+@pytest.mark.parametrize(("state", "notes"), [(JobState.QUEUED, ["setting up f"]), (JobState.FINALIZING, [])])
+def test_workers_say_nothing_of_a_job_whose_rows_have_run(state, notes):
+    """While results are written, the view shows how far, and no note of a worker that was starting."""
+    runner = SimpleNamespace(models=[], spec=SimpleNamespace(code=None), rows_run=None, waits_for="", progress=0.5)
+    worker = SimpleNamespace(stats=EngineStats(note="setting up f"), is_ready=True)
+    found = view_at_work(view(state), runner, SimpleNamespace(workers_of=lambda models, code: [worker]))
+    assert (found.progress, found.notes) == (0.5, notes)
