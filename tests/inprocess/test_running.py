@@ -22,12 +22,14 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 import batchmill
+from batchmill.config import load
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput, InvalidTransition, JobPaused
 from batchmill.inprocess import orders
+from batchmill.inprocess.results import stored_table
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.services.data_dirs.data_dirs import try_lock
 from batchmill.wire.native import NewJob
@@ -134,6 +136,9 @@ def test_results_that_are_gone_are_named(data_dir: str, tmp_path: Path):
         for read in (job.to_arrow, job.failures, lambda job=job: list(job)):
             with pytest.raises(InvalidInput, match=name):
                 read()
+    started_over = replace(job.view, state="cancelled", output=None, message="started over by another job")
+    with pytest.raises(InvalidInput, match="is cancelled and has no results: started over"):
+        asyncio.run(stored_table(load(environ={}, cwd=tmp_path, data_dir=data_dir), started_over))
 
 
 def test_a_sample_first(data_dir: str):
@@ -165,6 +170,8 @@ def test_all_rows_beside_a_sample_of_them(data_dir: str, tmp_path: Path, monkeyp
     (tmp_path / "go").touch()
     whole.wait()
     assert not whole.is_sampled and sorted(row["n"] for row in whole) == data["n"]
+    if sample.wait().is_sampled:  # it saw its end before the other rows ran
+        assert sample.to_arrow()["n"].to_pylist() == [row["n"] for row in sample] == list(range(61))
 
 
 def test_a_fork_of_the_program(data_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -112,6 +112,21 @@ async def test_pause_and_resume(folder, opened):
     assert len(answers(folder)) == ROWS
 
 
+async def test_a_job_that_is_resumed_as_its_end_is_looked_at(folder, opened, monkeypatch):
+    """Who follows it sees the end that comes later, and not a job that runs as the last thing."""
+    service = await opened()
+    job_id = await paused_midway(service, order(folder, "slow"))
+    show = service.show
+
+    async def resumed(job_id):
+        monkeypatch.undo()
+        await service.resume(job_id)
+        return await show(job_id)
+
+    monkeypatch.setattr(service, "show", resumed)
+    assert [view.state async for view in service.watch(job_id)][-1] == "completed"
+
+
 async def test_partial_results_while_it_runs(folder, opened):
     """What is finished can be read while the rest runs."""
     service = await opened()

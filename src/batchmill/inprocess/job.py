@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from itertools import chain, islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from batchmill.inprocess.results import (
 )
 from batchmill.states import JobState
 from batchmill.types import JobView, RetryChange, Sample, Submitted
+from batchmill.wire.sampling import rows_of
 
 if TYPE_CHECKING:
     import pandas
@@ -346,7 +347,8 @@ class Job:
         """The results on disk, with the types that they are stored with."""
         if (stored := self._stored) is None:
             if self.is_sampled:
-                stored = numbered_table(self._config, Path(self._here(self._gather())), self._view)
+                path = Path(self._here(self._gather()))
+                stored = numbered_table(self._config, path, self._view, self._own_rows)
             else:
                 refuse_unfinished(self._view)
                 stored = self._here(stored_table(self._config, self._view))
@@ -394,15 +396,25 @@ class Job:
         path = Path(self._here(self._gather()))
         try:
             with path.open("rb") as file:
-                lines = (line.partition(b"\t") for line in file)
-                yield from _in_batches(row_of(row) for number, _, row in lines if _is_new(seen, int(number)))
+                only = self._own_rows
+                lines = ((int(number), row) for number, _, row in (line.partition(b"\t") for line in file))
+                own = (each for each in lines if only is None or each[0] in only)
+                yield from _in_batches(row_of(row) for number, row in own if _is_new(seen, number))
         finally:
             path.unlink()
 
     async def _gather(self) -> str:
-        sampled = self._sample is not None and self._view.sample is not None
+        """Write the finished rows to a file. Others may have the job run more than this program asked for."""
         async with self._background.use(self._config) as (_, jobs):
-            return await jobs.partial(self.id, is_numbered=True, sampled=sampled)
+            return await jobs.partial(self.id, is_numbered=True)
+
+    @property
+    def _own_rows(self) -> Container[int] | None:
+        """The numbers of the rows of a sample; None: all rows."""
+        if self._sample is None or self._view.sample is None:
+            return None
+        rows = rows_of(self._sample, self._view.rows)
+        return rows if isinstance(rows, range) else frozenset(rows)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         """As `__iter__`."""

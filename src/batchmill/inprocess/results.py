@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,16 +94,17 @@ async def stored_table(config: Config, view: JobView) -> StoredTable:
         return await asyncio.to_thread(_converted, source, view, folder)
 
 
-def numbered_table(config: Config, path: Path, view: JobView) -> StoredTable:
-    """Some rows, from lines that begin with their number; the file is removed."""
+def numbered_table(config: Config, path: Path, view: JobView, only: Container[int] | None) -> StoredTable:
+    """Some rows, from lines that begin with their number; the file is removed. Args: only: of these rows; None: all."""
     numbers = array("Q")
     with scratch_folder(config) as folder:
         try:
             with path.open("rb") as lines, (folder / JSONL_NAME).open("wb") as file:
                 for line in lines:
                     number, _, row = line.partition(b"\t")
-                    numbers.append(int(number))
-                    file.write(row)
+                    if only is None or int(number) in only:
+                        numbers.append(int(number))
+                        file.write(row)
         finally:
             path.unlink()
         return replace(_converted(ResultSource(folder / JSONL_NAME, JSONL_NAME), view, folder), numbers=numbers)
@@ -144,6 +145,9 @@ def _local_parts(view: JobView) -> list[Path]:
 def _result_files(view: JobView) -> ResultSource | None:
     """The result files of a job where they lie; None: they are objects or parts. Raises: InvalidInput."""
     paths = [each for each in (view.output, view.errors_output) if each is not None]
+    if not paths:
+        why = view.message or "it ended before its rows were planned"
+        raise InvalidInput(f"the job {view.id} is {view.state} and has no results: {why}", code="no_file")
     if any(is_object_url(each) or is_folder(each) for each in paths):
         return None
     for path in paths:

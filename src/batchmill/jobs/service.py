@@ -195,8 +195,10 @@ class JobService:
                 async with self._active.lock(view.id):  # it may be about to be resumed
                     runner = self._active.running(view.id)
                 view = await self.show(view.id)  # it may have changed meanwhile
+                if runner is None and self._active.running(view.id) is not None:
+                    continue  # this is no end: somebody has resumed it
             if runner is None or runner.task is None:
-                yield await self.show(view.id)
+                yield view
                 return
             yield view
             await asyncio.wait({runner.task}, timeout=interval_s)
