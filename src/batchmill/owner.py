@@ -47,7 +47,7 @@ from batchmill.services.adapters.service import AdapterService
 from batchmill.services.data_dirs import salvage as salvaging
 from batchmill.services.data_dirs.backups import Backups, keep_backups
 from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
-from batchmill.services.data_dirs.databases import describe, open_database
+from batchmill.services.data_dirs.databases import describe, file_of, open_database
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import Trials, VersionBuilder
@@ -176,7 +176,7 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
             "give every machine that may run the server this file"
         )
     claim_prefix = require(CLAIM_PREFIX, "[storage] objects")
-    claimed = await claim_prefix(database, config.storage.objects, describe(config))
+    claimed = await claim_prefix(database, config.storage.objects, describe(config), file_of(config))
     stored = require(STORED, "[storage] objects").open_files(
         database, config.data_dir, config.storage.objects, config.storage.cache_bytes, claimed.term,
         has_nodes=config.cluster.executor is not None,

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,11 +63,11 @@ async def claim(folder: Path, url: str) -> str:
     return (await claimed(folder, url)).own.ledger
 
 
-async def claimed(folder: Path, url: str) -> PrefixClaim:
+async def claimed(folder: Path, url: str, file: str = "") -> PrefixClaim:
     folder.mkdir(exist_ok=True)
     database = Database(folder / "batchmill.db")
     try:
-        made = await prefix_owner.claim(database, url, f"the database of {folder.name}")
+        made = await prefix_owner.claim(database, url, f"the database of {folder.name}", file)
         assert await database.read(prefix_owner.find_ledger) == (made.own.ledger, url)
         return made
     finally:
@@ -325,6 +326,35 @@ async def test_a_copy_of_the_database(tmp_path: Path, url: str, caplog: pytest.L
     caplog.clear()
     first.renew()
     assert logged(caplog) == []
+
+
+async def test_a_copy_that_is_opened_while_a_server_lives(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """It changes nothing, says whose the prefix is, and goes on once that server renews it no more. The same file, and
+    a copy of which no server has lived for long, are not held up.
+    """
+    if url.startswith("memory"):
+        return
+    first = await claimed(tmp_path / "one", url, "file 1")
+    assert not (await claimed(tmp_path / "one", url, "file 1")).term.is_over()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    copy = await claimed(tmp_path / "copy", url, "file 2")
+    before = prefix_owner.find_owner(first.store)
+    clock[0] += WATCH_S - 1.0
+    assert not copy.renew() and copy.term.is_over() and not copy.term.refusal
+    assert prefix_owner.find_owner(first.store) == before
+    assert first.renew() and not copy.renew()
+    for part in (url, "another copy of this database", "the database of one", "Stop that server", "another prefix"):
+        assert part in copy.term.refusal
+    clock[0] += WATCH_S - 1.0
+    assert not copy.renew() and copy.term.refusal
+    assert prefix_owner.find_owner(first.store) == first.own
+    clock[0] += 1.0
+    assert copy.renew() and copy.term.until_s == clock[0] + LEASE_S and not copy.term.refusal
+    now = time.time() + prefix_owner.FRESH_S + 1.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert not (await claimed(tmp_path / "one", url, "file 1")).term.is_over()
 
 
 async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:

@@ -18,6 +18,10 @@ makes it the owner again nor ends its successor:
   that refuses to replace what is not there any more needs no such time.
 * Each take-over counts up `taken`. An owner within its lease writes over an object with a lower number: it is a late
   write of a former owner, which then finds that it was replaced. Past its lease it is refused by any other database's.
+
+A copy of a database has the same id. One that is opened while a server renews the object for another copy changes
+nothing, and goes on once that server has renewed it no more for WATCH_S. A database that is the same file as before
+needs no such time, since one process at a time has its data directory; nor does PostgreSQL's, which has one owner.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ LEASE_S = RENEW_S + 4 * RETRY_S  # so long after a renewal objects are changed
 WINDOW_S = 10.0  # from the read of the object to the end of its replacement: longer ones do not count at once
 WATCH_S = LEASE_S + REQUEST_S  # an object is watched before its owner is taken for dead: until its last request ends
 SETTLE_S = 2 * WINDOW_S  # from a take-over's own write to its end
+FRESH_S = 600.0  # an owner that renewed the object longer ago, by two clocks that may differ, has ended
 OWNER_BYTES_MAX = 64 * 1024
 READS_MAX = 5  # of an object that is replaced meanwhile
 
@@ -66,6 +71,7 @@ class PrefixOwner(Struct, frozen=True):
     life: str = ""  # random: other processes that open the database have others; empty: a take-over wrote it
     renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
     taken: int = 0  # how often the prefix was taken over before
+    file: str = ""  # which file the database is; empty: PostgreSQL's, or a take-over wrote it
 
     def __str__(self) -> str:
         """Where and when it was renewed."""
@@ -99,6 +105,7 @@ class PrefixClaim:
         self.own, self.is_written = own, False
         self._doubted_s: float | None = None  # when a write ended that may have replaced a successor's
         self._is_guarded: bool | None = None  # whether the store replaces what was read alone; None: not tried yet
+        self._other: tuple[_Seen | None, float] | None = None  # another copy's object, and since when it is unchanged
         self._term = _ClaimTerm(term)
         self.term = PrefixTerm(term, 0.0)  # of all other objects
         self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, term=self._term)
@@ -156,7 +163,7 @@ class PrefixClaim:
                 log.error("%s", self.term.refusal)
                 return True
             log.warning("%s/%s is renewed: a former owner has written it late (%s)", self.store.url, NAME, owner)
-        if not self._is_settled(seen):
+        if self._is_others(seen, owner) or not self._is_settled(seen):
             return False
         is_own = owner is not None and owner.ledger == self.own.ledger
         if is_own and self.is_written and owner.life not in ("", self.own.life):
@@ -201,6 +208,35 @@ class PrefixClaim:
         self._doubted_s = ended_s
         return False
 
+    def leave_to_others(self, seen: _Seen, owner: PrefixOwner) -> bool:
+        """Whether the object may be that of a server which runs on another copy of this database. Nothing is changed
+        then until it is not renewed any more.
+        """
+        is_fresh = abs(time.time() - owner.renewed) < FRESH_S
+        if not owner.life or not is_fresh or owner.file == self.own.file:
+            return False
+        self._other = seen, now_s()
+        log.warning(
+            "%s was renewed by a server on another copy of this database (of %s, %s), which may still run: nothing is "
+            "written or removed there for %d s", self.store.url, owner.database, owner, WATCH_S,
+        )  # fmt: skip
+        return True
+
+    def _is_others(self, seen: _Seen | None, owner: PrefixOwner | None) -> bool:
+        """Whether a server on another copy of this database has renewed the object not long ago."""
+        if self._other is None:
+            return False
+        before, since_s = self._other
+        if seen is None or owner is None or not owner.life:  # it was removed, or a person gives the prefix to this one
+            self._other = None
+        elif seen != before:
+            self._other = seen, now_s()
+            self.term.renew(0.0, _used(self.store.url, owner))
+            log.error("%s", self.term.refusal)
+        elif now_s() >= since_s + WATCH_S:
+            self._other = None
+        return self._other is not None
+
     def _replace(self, seen: _Seen | None, taken: int = 0) -> None:
         self.own = replace(self.own, renewed=time.time(), taken=max(self.own.taken, taken))
         _put(self.store, self.own, None if seen is None else seen.info)
@@ -220,19 +256,19 @@ class PrefixClaim:
         return now_s() >= self._doubted_s + WATCH_S
 
 
-async def claim(database: Database, url: str, place: str) -> PrefixClaim:
+async def claim(database: Database, url: str, place: str, file: str = "") -> PrefixClaim:
     """Make a prefix that has no owner this database's. Where the store or the object cannot be read, a prefix that was
     claimed before is taken for this database's still: a server starts without the store, and its jobs wait. A machine
     that loses its power may leave an empty object in a folder.
 
-    Args: place: see `PrefixOwner.database`.
+    Args: place, file: see `PrefixOwner`.
 
     Raises: InvalidConfig (`other_storage_owner`) for a prefix of another database; StorageFailed, AuthRefused,
         Unavailable.
     """
     found = await database.read(find_ledger) or await database.write(_make_ledger)
     own_id, claimed = found
-    own = PrefixClaim(url, _own(own_id, place, secrets.token_hex(8)), database.term)
+    own = PrefixClaim(url, replace(_own(own_id, place, secrets.token_hex(8)), file=file), database.term)
     store = own.store
     try:
         owner = await asyncio.to_thread(_claim, own, was_claimed=claimed == url)
@@ -265,6 +301,16 @@ def _lost(url: str, owner: PrefixOwner) -> str:
         f"{url} was taken over by another ledger ({owner.ledger}, of {owner.database}, {owner}): nothing is written or "
         "removed there any more, and jobs wait. Stop the other server and run `batchmill storage owner --take-over` "
         "here: they then go on. Or stop this one, copy the objects to another prefix, and set [storage] objects to it"
+    )
+
+
+def _used(url: str, owner: PrefixOwner) -> str:
+    """Why a copy of a database may not use its prefix, and the ways out."""
+    return (
+        f"{url} is used by a server on another copy of this database (of {owner.database}, {owner}): nothing is "
+        "written or removed there, and jobs wait. Stop that server: this one goes on "
+        f"{WATCH_S / 60:.0f} minutes later. Or stop this one, copy the objects to another prefix, and set [storage] "
+        "objects to it"
     )
 
 
@@ -377,7 +423,7 @@ def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
         with contextlib.suppress(Conflict):  # another database was faster
             claimed.write(None, None, read_s)
         owner = find_owner(store)  # also where a store has no conditional put: the last one that was written counts
-    elif owner.ledger == claimed.own.ledger:
+    elif owner.ledger == claimed.own.ledger and not claimed.leave_to_others(seen, owner):
         try:
             claimed.write(seen, owner, read_s)
         except BatchmillError as error:  # the prefix is this database's all the same

@@ -69,6 +69,16 @@ def describe(config: Config) -> str:
     return postgres.place_of(read_address(config.database))
 
 
+def file_of(config: Config) -> str:
+    """Which file the database of a configuration is, also by another path and on another host; not a copy of it. Empty
+    for one of PostgreSQL.
+    """
+    if config.database.url is not None:
+        return ""
+    path = config.data_dir / DATABASE
+    return f"{path.stat().st_ino} on {os.statvfs(path).f_fsid:x}"
+
+
 def process_name() -> str:
     """The name of this process in messages of other ones."""
     return f"process {os.getpid()} on {socket.gethostname()}"
