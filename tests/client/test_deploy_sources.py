@@ -207,6 +207,13 @@ def plus(function):
 def decorated(n):
     return n
 
+@functools.cache
+def cached(n):
+    return n + 1
+
+def beside(n):
+    return cached(n) + decorated(n)
+
 def plain(n):
     return n
 
@@ -246,6 +253,7 @@ def test_a_function_keeps_the_values_that_it_was_defined_with(tmp_path, monkeypa
     assert made(notebook.twins[1])(b=3) == 6
     assert made(notebook.counted)(1) == 7
     assert made(notebook.decorated)(1) == 1001
+    assert made(notebook.cached)(1) == 2 and made(notebook.beside)(1) == 1003
     for function in (notebook.wrapped, notebook.twice, notebook.named, notebook.through):
         with pytest.raises(InvalidInput, match="was wrapped after its definition"):
             capture(function)

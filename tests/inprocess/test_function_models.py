@@ -6,6 +6,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -89,6 +90,10 @@ def test_the_digest_follows_captured_values():
     ):
         for one, two in (([1], [2]), ({"a": {1, 2}}, {"a": {1, 3}}), ("x", b"x"), (1, True), (1.0, 1)):
             assert digest_of(make(one)) == digest_of(make(one)) != digest_of(make(two))
+    word = re.compile("a")  # pickle knows it by another way than __reduce_ex__
+    assert digest_of(outer(word)) == digest_of(outer(re.compile("a"))) != digest_of(outer(re.compile("b")))
+    with pytest.raises(InvalidInput, match="other processes do not find outer.<locals>.inner"):
+        digest_of(outer(functools.cache(outer(1))))  # its pickle is its name, whatever it holds
     endless: list = []
     endless.append(endless)
     assert digest_of(outer(endless)) == digest_of(outer(endless))

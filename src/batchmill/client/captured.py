@@ -176,7 +176,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 def capture(function: Callable[..., Any]) -> Collected:
     """Raises: InvalidInput (`uncapturable`) for what would not be the same elsewhere."""
-    target = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+    target = _unwrapped(function)
     if not isinstance(target, FunctionType | type):
         raise _no(f"{_named(target)} is neither a function nor a class: write def, or give FILE.py:NAME")
     module = sys.modules.get(target.__module__)
@@ -223,8 +223,6 @@ class _Capture:
         if isinstance(target, FunctionType) and target.__code__.co_freevars:
             names = ", ".join(target.__code__.co_freevars)
             raise _no(f"{_named(target)} is a closure over {names}: make them arguments or names of the module")
-        if alias and hasattr(target, "__wrapped__"):
-            _refuse_rewrapped(target, target)
         tree = _tree(target)
         scope = target.__globals__ if isinstance(target, FunctionType) else vars(sys.modules[target.__module__])
         _hold_values(tree, target, scope)
@@ -255,8 +253,10 @@ class _Capture:
         if isinstance(value, ModuleType):
             self._imports[f"import {value.__name__} as {name}"] = None
             self._take_file(value)
-        elif isinstance(value, FunctionType | type) and value.__module__ == "__main__":
-            self._define(value, name)
+        elif isinstance(target := _unwrapped(value), FunctionType | type) and value.__module__ == "__main__":
+            if target is not value:
+                _refuse_rewrapped(target, value)
+            self._define(target, name)
         elif _is_constant(value):
             self._constants.append(f"{name} = {_text_of(name, value)}")
         elif (module := getattr(value, "__module__", None)) and _is_found(value, module):
@@ -283,16 +283,26 @@ class _Capture:
 def _is_found(value: Any, module: str) -> bool:
     """Whether an import finds this very value by its name."""
     name = getattr(value, "__qualname__", "")
-    return name.isidentifier() and _of_name(sys.modules.get(module), name) is value
+    return module != "__main__" and name.isidentifier() and _of_name(sys.modules.get(module), name) is value
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function that decorators have wrapped, such as `functools.cache`; a value that is no wrapper, as it is."""
+    try:
+        inner = value if isinstance(value, type) else inspect.unwrap(value)
+    except ValueError:  # it has every attribute
+        return value
+    return inner if isinstance(inner, FunctionType) else value
 
 
 def _refuse_rewrapped(target: FunctionType | type, function: Callable[..., Any]) -> None:
     """Refuse a wrapper that the decorators above a definition have not made: its source says nothing of it."""
-    inner = inspect.unwrap(target) if isinstance(target, FunctionType) else target
-    scope = getattr(inner, "__globals__", {})
-    is_own = scope.get(inner.__name__) is function or "<locals>" in inner.__qualname__
-    if not getattr(_tree(inner), "decorator_list", []) or not is_own:
-        raise _no(f"{_named(inner)} was wrapped after its definition: write a def that calls it, or decorate it with @")
+    scope = getattr(target, "__globals__", {})
+    is_own = scope.get(target.__name__) is function or "<locals>" in target.__qualname__
+    if not getattr(_tree(target), "decorator_list", []) or not is_own:
+        raise _no(
+            f"{_named(target)} was wrapped after its definition: decorate it with @, or write a def that calls it"
+        )
 
 
 def _hold_values(tree: Any, target: FunctionType | type, scope: Mapping[str, Any]) -> None:

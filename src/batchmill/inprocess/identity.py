@@ -6,6 +6,7 @@ sets in an order that differs from one process to the next.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
@@ -97,15 +98,22 @@ class _Digest:
 
     def _of_object(self, value: Any) -> Iterable[bytes]:
         """An object by what it is pickled as, without its bytes."""
+        reducer: Any = copyreg.dispatch_table.get(type(value))
         try:
-            reduced = value.__reduce_ex__(PROTOCOL)
+            reduced: Any = value.__reduce_ex__(PROTOCOL) if reducer is None else reducer(value)
         except Exception as error:  # user code
-            raise InvalidInput(
-                f"a {type(value).__name__} that the function holds cannot be captured: {error}", code="uncapturable"
-            ) from None
-        if isinstance(reduced, str):
+            raise _uncapturable(value, str(error)) from None
+        if isinstance(reduced, str):  # the name of a global
+            if getattr(value, "__module__", None) == "__main__" or "<locals>" in reduced:
+                raise _uncapturable(value, f"other processes do not find {reduced}")
             return [reduced.encode()]
         return (self.of(list(part) if index > 2 and part is not None else part) for index, part in enumerate(reduced))
+
+
+def _uncapturable(value: Any, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"a {type(value).__name__} that the function holds cannot be captured: {why}", code="uncapturable"
+    )
 
 
 def _is_written(name: str) -> bool:
