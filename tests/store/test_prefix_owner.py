@@ -328,33 +328,64 @@ async def test_a_copy_of_the_database(tmp_path: Path, url: str, caplog: pytest.L
     assert logged(caplog) == []
 
 
-async def test_a_copy_that_is_opened_while_a_server_lives(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float]
-) -> None:
-    """It changes nothing, says whose the prefix is, and goes on once that server renews it no more. The same file, and
-    a copy of which no server has lived for long, are not held up.
+async def test_a_copy_is_opened(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """It waits, and is refused while a server lives on the other copy. The same file, and a copy of which no server has
+    lived for long, do not wait.
     """
     if url.startswith("memory"):
         return
     first = await claimed(tmp_path / "one", url, "file 1")
     assert not (await claimed(tmp_path / "one", url, "file 1")).term.is_over()
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    copy = await claimed(tmp_path / "copy", url, "file 2")
-    before = prefix_owner.find_owner(first.store)
-    clock[0] += WATCH_S - 1.0
-    assert not copy.renew() and copy.term.is_over() and not copy.term.refusal
-    assert prefix_owner.find_owner(first.store) == before
-    assert first.renew() and not copy.renew()
+    waited: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        waited.append(delay_s)
+        clock[0] += delay_s
+        if first is not None and sum(waited) > WATCH_S / 2:
+            await asyncio.to_thread(first.renew)
+
+    monkeypatch.setattr(prefix_owner.asyncio, "sleep", sleep)
+    with pytest.raises(InvalidConfig) as refused:
+        await claimed(tmp_path / "copy", url, "file 2")
+    assert refused.value.code == "storage_copy_lives" and sum(waited) < WATCH_S
     for part in (url, "another copy of this database", "the database of one", "Stop that server", "another prefix"):
-        assert part in copy.term.refusal
-    clock[0] += WATCH_S - 1.0
-    assert not copy.renew() and copy.term.refusal
+        assert part in refused.value.message
     assert prefix_owner.find_owner(first.store) == first.own
-    clock[0] += 1.0
-    assert copy.renew() and copy.term.until_s == clock[0] + LEASE_S and not copy.term.refusal
+    first = None
+    waited.clear()
+    copy = await claimed(tmp_path / "copy", url, "file 2")
+    assert WATCH_S <= sum(waited) < WATCH_S + 2 * RETRY_S
+    assert copy.term.until_s == clock[0] + LEASE_S and prefix_owner.find_owner(copy.store) == copy.own
     now = time.time() + prefix_owner.FRESH_S + 1.0
     monkeypatch.setattr(time, "time", lambda: now)
-    assert not (await claimed(tmp_path / "one", url, "file 1")).term.is_over()
+    waited.clear()
+    assert not (await claimed(tmp_path / "one", url, "file 1")).term.is_over() and not waited
+
+
+async def test_a_copy_is_opened_before_its_store_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """The renewals wait, change nothing, and say whose the prefix is while a server lives on the other copy."""
+    url = f"file://{tmp_path}/store"
+    first = await claimed(tmp_path / "one", url, "file 1")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    find = prefix_owner._find
+
+    def fail(store: ObjectStore) -> Any:
+        raise Unavailable("no reply")
+
+    monkeypatch.setattr(prefix_owner, "_find", fail)
+    copy = await claimed(tmp_path / "copy", url, "file 2")
+    monkeypatch.setattr(prefix_owner, "_find", find)
+    assert not copy.renew()
+    clock[0] += WATCH_S - 1.0
+    assert not copy.renew() and copy.term.is_over() and not copy.term.refusal
+    assert first.renew() and not copy.renew() and "another copy of this database" in copy.term.refusal
+    clock[0] += WATCH_S - 1.0
+    assert not copy.renew() and copy.term.refusal and prefix_owner.find_owner(first.store) == first.own
+    clock[0] += 1.0
+    assert copy.renew() and copy.term.until_s == clock[0] + LEASE_S and not copy.term.refusal
 
 
 async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:

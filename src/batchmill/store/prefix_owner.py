@@ -19,9 +19,9 @@ makes it the owner again nor ends its successor:
 * Each take-over counts up `taken`. An owner within its lease writes over an object with a lower number: it is a late
   write of a former owner, which then finds that it was replaced. Past its lease it is refused by any other database's.
 
-A copy of a database has the same id. One that is opened while a server renews the object for another copy changes
-nothing, and goes on once that server has renewed it no more for WATCH_S. A database that is the same file as before
-needs no such time, since one process at a time has its data directory; nor does PostgreSQL's, which has one owner.
+A copy of a database has the same id. One that is opened where a server has just renewed the object for another copy
+waits for WATCH_S, and is refused if that server renews it again. A database that is the same file as before does not
+wait, since one process at a time has its data directory; nor does PostgreSQL's, which has one owner.
 """
 
 from __future__ import annotations
@@ -127,6 +127,19 @@ class PrefixClaim:
             if not isinstance(ended, asyncio.CancelledError):
                 log.error("%s/%s was not renewed any more: %r", self.store.url, NAME, ended)
 
+    async def wait_for_others(self) -> None:
+        """Wait until no server on another copy of this database has renewed the object for WATCH_S. Where the store
+        does not answer meanwhile, its renewals wait instead.
+
+        Raises: InvalidConfig (`storage_copy_lives`) once one has.
+        """
+        until_s = now_s() + 2 * WATCH_S
+        while self._other is not None and now_s() < until_s:
+            await asyncio.sleep(RETRY_S)
+            await asyncio.to_thread(self.renew)
+            if self.term.refusal:
+                raise InvalidConfig(self.term.refusal, code="storage_copy_lives")
+
     async def _renew_always(self, threads: Executor) -> None:
         loop, is_renewed = asyncio.get_running_loop(), self.is_written and self._doubted_s is None
         while True:
@@ -163,7 +176,7 @@ class PrefixClaim:
                 log.error("%s", self.term.refusal)
                 return True
             log.warning("%s/%s is renewed: a former owner has written it late (%s)", self.store.url, NAME, owner)
-        if self._is_others(seen, owner) or not self._is_settled(seen):
+        if self.is_others(seen, owner) or not self._is_settled(seen):
             return False
         is_own = owner is not None and owner.ledger == self.own.ledger
         if is_own and self.is_written and owner.life not in ("", self.own.life):
@@ -208,32 +221,25 @@ class PrefixClaim:
         self._doubted_s = ended_s
         return False
 
-    def leave_to_others(self, seen: _Seen, owner: PrefixOwner) -> bool:
-        """Whether the object may be that of a server which runs on another copy of this database. Nothing is changed
-        then until it is not renewed any more.
+    def is_others(self, seen: _Seen | None, owner: PrefixOwner | None) -> bool:
+        """Whether the object may be that of a server which runs on another copy of this database: it has renewed it not
+        long ago. Nothing is changed then.
         """
-        is_fresh = abs(time.time() - owner.renewed) < FRESH_S
-        if not owner.life or not is_fresh or owner.file == self.own.file:
-            return False
-        self._other = seen, now_s()
-        log.warning(
-            "%s was renewed by a server on another copy of this database (of %s, %s), which may still run: nothing is "
-            "written or removed there for %d s", self.store.url, owner.database, owner, WATCH_S,
-        )  # fmt: skip
-        return True
-
-    def _is_others(self, seen: _Seen | None, owner: PrefixOwner | None) -> bool:
-        """Whether a server on another copy of this database has renewed the object not long ago."""
-        if self._other is None:
-            return False
-        before, since_s = self._other
         if seen is None or owner is None or not owner.life:  # it was removed, or a person gives the prefix to this one
             self._other = None
-        elif seen != before:
+        elif self._other is None:
+            is_fresh = abs(time.time() - owner.renewed) < FRESH_S
+            if not self.is_written and is_fresh and owner.file != self.own.file:
+                self._other = seen, now_s()
+                log.warning(
+                    "%s was renewed for another copy of this database (%s, %s): a server that still runs on it is "
+                    "waited for, for %d s", self.store.url, owner.database, owner, WATCH_S,
+                )  # fmt: skip
+        elif seen != self._other[0]:
             self._other = seen, now_s()
             self.term.renew(0.0, _used(self.store.url, owner))
             log.error("%s", self.term.refusal)
-        elif now_s() >= since_s + WATCH_S:
+        elif now_s() >= self._other[1] + WATCH_S:
             self._other = None
         return self._other is not None
 
@@ -263,8 +269,8 @@ async def claim(database: Database, url: str, place: str, file: str = "") -> Pre
 
     Args: place, file: see `PrefixOwner`.
 
-    Raises: InvalidConfig (`other_storage_owner`) for a prefix of another database; StorageFailed, AuthRefused,
-        Unavailable.
+    Raises: InvalidConfig (`other_storage_owner`) for a prefix of another database, (`storage_copy_lives`) while a
+        server runs on another copy of this one; StorageFailed, AuthRefused, Unavailable.
     """
     found = await database.read(find_ledger) or await database.write(_make_ledger)
     own_id, claimed = found
@@ -281,6 +287,7 @@ async def claim(database: Database, url: str, place: str, file: str = "") -> Pre
         return own
     if owner.ledger != own_id:
         raise InvalidConfig(refusal(store.url, owner), code="other_storage_owner")
+    await own.wait_for_others()
     if claimed != url:
         await database.write(_note_claimed, url)
     return own
@@ -307,10 +314,9 @@ def _lost(url: str, owner: PrefixOwner) -> str:
 def _used(url: str, owner: PrefixOwner) -> str:
     """Why a copy of a database may not use its prefix, and the ways out."""
     return (
-        f"{url} is used by a server on another copy of this database (of {owner.database}, {owner}): nothing is "
-        "written or removed there, and jobs wait. Stop that server: this one goes on "
-        f"{WATCH_S / 60:.0f} minutes later. Or stop this one, copy the objects to another prefix, and set [storage] "
-        "objects to it"
+        f"{url} is used by a server on another copy of this database ({owner.database}, {owner}): nothing is written "
+        f"or removed there. Stop that server: {WATCH_S / 60:.0f} minutes later the prefix is this one's. Or stop this "
+        "one, copy the objects to another prefix, and set [storage] objects to it"
     )
 
 
@@ -423,7 +429,7 @@ def _claim(claimed: PrefixClaim, *, was_claimed: bool) -> PrefixOwner:
         with contextlib.suppress(Conflict):  # another database was faster
             claimed.write(None, None, read_s)
         owner = find_owner(store)  # also where a store has no conditional put: the last one that was written counts
-    elif owner.ledger == claimed.own.ledger and not claimed.leave_to_others(seen, owner):
+    elif owner.ledger == claimed.own.ledger and not claimed.is_others(seen, owner):
         try:
             claimed.write(seen, owner, read_s)
         except BatchmillError as error:  # the prefix is this database's all the same
