@@ -120,9 +120,9 @@ async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pyt
     objects, heard = StoreObjects(url, former.term), []
     former.term.listen(heard.append)
     objects.put("one", b"1")
-    former.term.announce()
+    former.announce()
     former.renew()
-    former.term.announce()
+    former.announce()
     assert "was taken over by another ledger" in caplog.text and "Stop the other server" in caplog.text
     assert prefix_owner.find_owner(former.store) == before
     for term in (former.term, term_at(former.term.path)):
@@ -135,7 +135,7 @@ async def test_a_prefix_that_is_taken_over(tmp_path: Path, url: str, caplog: pyt
     caplog.clear()
     take_over(tmp_path / "one", url)
     former.renew()
-    former.term.announce()
+    former.announce()
     assert logged(caplog) == [] and len(heard) == 1, "it got the prefix back: that is no copy of its database"
     for term in (former.term, term_at(former.term.path)):
         StoreObjects(url, term).delete(["one"])

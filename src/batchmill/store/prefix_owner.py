@@ -106,6 +106,7 @@ class PrefixClaim:
         self._doubted_s: float | None = None  # when a write ended that may have replaced a successor's
         self._is_guarded: bool | None = None  # whether the store replaces what was read alone; None: not tried yet
         self._other: tuple[_Seen | None, float] | None = None  # another copy's object, and since when it is unchanged
+        self._logged = ""  # the refusal that was logged last
         self._term = _ClaimTerm(term)
         self.term = PrefixTerm(term, 0.0)  # of all other objects
         self.store = ObjectStore(parse_url(url), retry_s=RETRY_S, term=self._term)
@@ -147,7 +148,14 @@ class PrefixClaim:
             while (left_s := due_s - now_s()) > 0:
                 await asyncio.sleep(min(left_s, RETRY_S))  # it does not count the time in which a machine is suspended
             is_renewed = await loop.run_in_executor(threads, self.renew)
-            self.term.announce()
+            self.announce()
+
+    def announce(self) -> None:
+        """Log why the prefix may not be used, once, and have its jobs pause."""
+        if self.term.refusal not in ("", self._logged):
+            log.error("%s", self.term.refusal)
+        self._logged = self.term.refusal
+        self.term.announce()
 
     def renew(self) -> bool:
         """Write that this process lives, and log what else uses the prefix. Once that is another database's, nothing
@@ -173,7 +181,6 @@ class PrefixClaim:
             if owner.taken >= self.own.taken or self.term.is_over():
                 self._doubted_s = None  # a take-over, which would give it back, waits for longer
                 self.term.renew(0.0, _lost(self.store.url, owner))
-                log.error("%s", self.term.refusal)
                 return True
             log.warning("%s/%s is renewed: a former owner has written it late (%s)", self.store.url, NAME, owner)
         if self.is_others(seen, owner) or not self._is_settled(seen):
@@ -238,7 +245,6 @@ class PrefixClaim:
         elif seen != self._other[0]:
             self._other = seen, now_s()
             self.term.renew(0.0, _used(self.store.url, owner))
-            log.error("%s", self.term.refusal)
         elif now_s() >= self._other[1] + WATCH_S:
             self._other = None
         return self._other is not None
