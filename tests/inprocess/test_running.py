@@ -155,6 +155,11 @@ def test_a_sample_first(data_dir: str):
     assert whole.to_pandas().index.tolist() == list("vwxyz") and whole.failures().index.tolist() == ["w", "y"]
     everything = batchmill.run(frame, model=SIZE, data_dir=data_dir, limit=99)
     assert everything.how == "finished" and len(everything.to_pandas()) == 5
+    for part, labels in ({"limit": 2}, list("vw")), ({"sample": 2, "seed": 1}, drawn.to_pandas().index.tolist()):
+        some = batchmill.run(frame, model=SIZE, data_dir=data_dir, **part)  # of a job that has run all rows
+        assert some.how == "finished" and some.to_pandas().index.tolist() == labels
+        assert [row["n"] for row in some] == some.to_polars()["n"].to_list() == [frame["n"][label] for label in labels]
+        assert some.failures().index.tolist() == [label for label in labels if frame["n"][label] == 3]
 
 
 def test_all_rows_beside_a_sample_of_them(data_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -351,9 +351,24 @@ class Job:
                 stored = numbered_table(self._config, path, self._view, self._own_rows)
             else:
                 refuse_unfinished(self._view)
-                stored = self._here(stored_table(self._config, self._view))
+                is_all = self._own_rows is None
+                stored = self._here(stored_table(self._config, self._view)) if is_all else self._own_results()
             self._stored = stored
         return stored
+
+    def _own_results(self) -> StoredTable:
+        """The results of a sample, of a job that others had run all rows."""
+        with scratch_folder(self._config) as folder:
+            path = folder / "numbered"
+            with path.open("wb") as file:
+                file.writelines(b"%d\t%s\n" % each for each in self._own_lines(folder))
+            return numbered_table(self._config, path, self._view, None)
+
+    def _own_lines(self, folder: Path) -> Iterator[tuple[int, bytes]]:
+        """The numbers and the results of the rows that this program asked for, of a job that has ended."""
+        only = self._own_rows
+        lines = self._here(result_lines(self._config, self._view, folder))
+        return (each for each in enumerate(lines) if only is None or each[0] in only)
 
     def _here(self, work: Coroutine[Any, Any, T]) -> T:
         return self._background.start(work).result()
@@ -388,8 +403,7 @@ class Job:
             yield from self._finished(seen)
             return
         with scratch_folder(self._config) as folder:
-            lines = self._here(result_lines(self._config, self._view, folder))
-            yield from _in_batches(row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
+            yield from _in_batches(row_of(line) for number, line in self._own_lines(folder) if _is_new(seen, number))
 
     def _finished(self, seen: bytearray) -> Iterator[list[dict[str, Any]]]:
         """The finished rows that were not seen yet."""
@@ -410,8 +424,8 @@ class Job:
 
     @property
     def _own_rows(self) -> Container[int] | None:
-        """The numbers of the rows of a sample; None: all rows."""
-        if self._sample is None or self._view.sample is None:
+        """The numbers of the rows of this program's sample, also where others have more run; None: all rows."""
+        if self._sample is None or 0 < self._view.rows <= self._sample.rows:
             return None
         rows = rows_of(self._sample, self._view.rows)
         return rows if isinstance(rows, range) else frozenset(rows)
