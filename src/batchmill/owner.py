@@ -175,8 +175,9 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
             f"file of the secrets {config.secrets_key} is in it: set secrets.key_file to a path outside of it, and "
             "give every machine that may run the server this file"
         )
+    which = await file_of(config, database)
     claim_prefix = require(CLAIM_PREFIX, "[storage] objects")
-    claimed = await claim_prefix(database, config.storage.objects, describe(config), file_of(config))
+    claimed = await claim_prefix(database, config.storage.objects, describe(config), which)
     stored = require(STORED, "[storage] objects").open_files(
         database, config.data_dir, config.storage.objects, config.storage.cache_bytes, claimed.term,
         has_nodes=config.cluster.executor is not None,

@@ -13,7 +13,7 @@ from fakes.databases import POSTGRESQL, databases, server
 from fakes.postgres_server import PostgresServer
 
 from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, InvalidTransition
-from batchmill.store.sql import diagnosis, owner_row, pooler, schema
+from batchmill.store.sql import diagnosis, owner_row, pooler, postgres, schema
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.diagnosis import diagnose
 from batchmill.store.sql.portable import insert_missing
@@ -129,6 +129,21 @@ async def test_a_commit_that_is_under_way_is_waited_for(database: Database):
 
     assert await database.call(end, commit=True) is True
     assert await database.call(end, commit=False) is False
+
+
+async def test_which_of_all_copies_it_is(database: Database, url: sa.URL) -> None:
+    """The same by any connection; not another database. Empty for a role that may not ask."""
+    names = {await database.read(postgres.identify) for _ in range(2)}
+    for other in (url, url.set(database="postgres")):
+        with postgres.create_engine(other, poolclass=sa.pool.NullPool).connect() as db:
+            names.add(postgres.identify(db))
+    assert len(names) == 2 and "" not in names
+    with postgres.create_engine(url, poolclass=sa.pool.NullPool).connect() as db:
+        db.exec_driver_sql("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")
+        db.exec_driver_sql("CREATE ROLE unprivileged")
+        db.exec_driver_sql("SET LOCAL ROLE unprivileged")
+        assert postgres.identify(db) == ""
+        db.rollback()
 
 
 async def test_numbers_of_transactions_are_deleted(database: Database):

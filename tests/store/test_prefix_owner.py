@@ -388,6 +388,52 @@ async def test_a_copy_is_opened_before_its_store_answers(
     assert copy.renew() and copy.term.until_s == clock[0] + LEASE_S and not copy.term.refusal
 
 
+async def test_a_server_that_was_stopped_while_a_copy_went_on(tmp_path: Path, url: str, clock: list[float]) -> None:
+    """It changes nothing until that one renews the object no more: also where the store replaces whatever is there."""
+    if url.startswith("memory"):
+        return
+    first = await claimed(tmp_path / "one", url, "file 1")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+
+    async def sleep(delay_s: float) -> None:
+        clock[0] += delay_s
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(prefix_owner.asyncio, "sleep", sleep)
+        copy = await claimed(tmp_path / "copy", url, "file 2")
+    first.term.renew(0.0)  # its lease is over by then
+    for _ in range(2):
+        clock[0] += RETRY_S
+        assert not first.renew() and first.term.is_over()
+        assert prefix_owner.find_owner(first.store) == copy.own
+        assert copy.renew() and not copy.term.refusal
+    assert "the database of copy" in first.term.refusal
+    clock[0] += RETRY_S
+    assert not first.renew()
+    clock[0] += WATCH_S
+    assert first.renew() and not first.term.refusal
+
+
+async def test_a_store_that_is_always_slow(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """One that replaces what was read alone can be used all the same."""
+    if not url.startswith("s3"):
+        return
+    owner, put = await claimed(tmp_path / "one", url), prefix_owner._put
+    owner.term.renew(0.0)
+
+    def put_late(*words: Any) -> None:
+        put(*words)
+        clock[0] += WINDOW_S + 1.0
+
+    monkeypatch.setattr(prefix_owner, "_put", put_late)
+    for is_renewed in (False, False, True):
+        clock[0] += RETRY_S
+        assert owner.renew() == is_renewed
+        owner.term.renew(0.0)
+
+
 async def test_a_renewal_that_fails(tmp_path: Path, s3: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     """It is logged and tried again soon: an owner that lives is not taken for dead because of one. After the end of its
     owner nothing is renewed.

@@ -20,8 +20,10 @@ makes it the owner again nor ends its successor:
   write of a former owner, which then finds that it was replaced. Past its lease it is refused by any other database's.
 
 A copy of a database has the same id. One that is opened where a server has just renewed the object for another copy
-waits for WATCH_S, and is refused if that server renews it again. A database that is the same file as before does not
-wait, since one process at a time has its data directory; nor does PostgreSQL's, which has one owner.
+waits for WATCH_S, and is refused if that server renews it again. An owner past its lease that finds it renewed for
+another copy changes nothing until it has not been renewed for WATCH_S. A database that is the same one as before
+(`PrefixOwner.file`) does not wait, since it has one owner at a time. A snapshot of a volume may be taken for the same
+one: then two that live notice each other, and only say so.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class PrefixOwner(Struct, frozen=True):
     life: str = ""  # random: other processes that open the database have others; empty: a take-over wrote it
     renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
     taken: int = 0  # how often the prefix was taken over before
-    file: str = ""  # which file the database is; empty: PostgreSQL's, or a take-over wrote it
+    file: str = ""  # which of all copies the database is; empty: unknown, or a take-over wrote it
 
     def __str__(self) -> str:
         """Where and when it was renewed."""
@@ -216,10 +218,10 @@ class PrefixClaim:
             self._doubted_s = now_s() if self.term.is_over() else None
             raise
         ended_s = now_s()
-        if ended_s <= read_s + WINDOW_S or ended_s < self.term.until_s:
-            self._doubted_s = None
+        if self._is_guarded or ended_s <= read_s + WINDOW_S or ended_s < self.term.until_s:
+            self._doubted_s = self._other = None
             self.term.renew(began_s + LEASE_S)
-            return True
+            return ended_s < began_s + LEASE_S
         log.warning(
             "%s/%s was written %d s after it was read, and another database may have taken the prefix over meanwhile: "
             "nothing is written or removed there until it is certain that none has", self.store.url, NAME,
@@ -230,24 +232,27 @@ class PrefixClaim:
 
     def is_others(self, seen: _Seen | None, owner: PrefixOwner | None) -> bool:
         """Whether the object may be that of a server which runs on another copy of this database: it has renewed it not
-        long ago. Nothing is changed then.
+        long ago. Nothing is changed then. Within the lease it can only be a late write.
         """
-        if seen is None or owner is None or not owner.life:  # it was removed, or a person gives the prefix to this one
+        if (
+            owner is None or owner.ledger != self.own.ledger or owner.life in ("", self.own.life)
+            or owner.file == self.own.file or not self.term.is_over()
+        ):  # fmt: skip
             self._other = None
-        elif self._other is None:
-            is_fresh = abs(time.time() - owner.renewed) < FRESH_S
-            if not self.is_written and is_fresh and owner.file != self.own.file:
-                self._other = seen, now_s()
-                log.warning(
-                    "%s was renewed for another copy of this database (%s, %s): a server that still runs on it is "
-                    "waited for, for %d s", self.store.url, owner.database, owner, WATCH_S,
-                )  # fmt: skip
+            return False
+        if self._other is None:
+            if not self.is_written and abs(time.time() - owner.renewed) >= FRESH_S:
+                return False
+            log.warning(
+                "%s was renewed for another copy of this database (%s, %s): a server that still runs on it is "
+                "waited for, for %d s", self.store.url, owner.database, owner, WATCH_S,
+            )  # fmt: skip
         elif seen != self._other[0]:
-            self._other = seen, now_s()
             self.term.renew(0.0, _used(self.store.url, owner))
-        elif now_s() >= self._other[1] + WATCH_S:
-            self._other = None
-        return self._other is not None
+        else:
+            return now_s() < self._other[1] + WATCH_S
+        self._other = seen, now_s()
+        return True
 
     def _replace(self, seen: _Seen | None, taken: int = 0) -> None:
         self.own = replace(self.own, renewed=time.time(), taken=max(self.own.taken, taken))

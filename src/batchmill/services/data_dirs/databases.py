@@ -69,12 +69,11 @@ def describe(config: Config) -> str:
     return postgres.place_of(read_address(config.database))
 
 
-def file_of(config: Config) -> str:
-    """Which file the database of a configuration is, also by another path and on another host; not a copy of it. Empty
-    for one of PostgreSQL.
-    """
+async def file_of(config: Config, database: Database) -> str:
+    """Which of all copies of a database it is, also by another path or address and on another host; empty: unknown."""
     if config.database.url is not None:
-        return ""
+        postgres = require("batchmill.store.sql.postgres", "a PostgreSQL database")
+        return await database.read(postgres.identify)
     path = config.data_dir / DATABASE
     return f"{path.stat().st_ino} on {os.statvfs(path).f_fsid:x}"
 

@@ -39,6 +39,10 @@ IDLE_IN_TRANSACTION_MS = 4000  # the server ends a transaction whose owner has s
 LOCK_MS = 10_000
 RETRY_S = 60.0  # how long a lost connection is tried again before what waits for it fails
 DELAY_MIN_S, DELAY_MAX_S = 0.05, 1.0  # between two attempts
+MAY_IDENTIFY = """\
+SELECT has_function_privilege(oid, 'execute') FROM pg_proc
+WHERE proname = 'pg_control_system' AND pronamespace = 'pg_catalog'::regnamespace
+"""
 NUL_SHOWN = "\u2400"  # the symbol for NUL: PostgreSQL stores no NUL in text
 
 # The connection is lost, or the server cannot work for now: another attempt may succeed.
@@ -78,6 +82,17 @@ def read_url(text: str, password: str | None) -> sa.URL:
 def place_of(url: sa.URL) -> str:
     """The database, for messages; without a password."""
     return f"the database {url.set(query={}).render_as_string(hide_password=True)}"
+
+
+def identify(db: sa.Connection) -> str:
+    """Which database it is, on its server and the standbys of that; not one that was restored elsewhere from a dump.
+    Empty where the server does not say it.
+    """
+    if not db.exec_driver_sql(MAY_IDENTIFY).scalar():
+        return ""
+    system = db.exec_driver_sql("SELECT system_identifier FROM pg_control_system()").scalar_one()
+    number = db.exec_driver_sql("SELECT oid FROM pg_database WHERE datname = current_database()").scalar_one()
+    return f"{number} on {system}"
 
 
 def create_engine(url: sa.URL, **options: Any) -> sa.Engine:
