@@ -178,7 +178,6 @@ async def two_owners(nodes, tmp_path):
     made = [RayExecutor(entry(nodes), tmp_path / name, lambda model: {}) for name in ("one", "two")]
     workers = []
     for name, executor in zip(("one", "two"), made, strict=True):
-        (tmp_path / name / "workers").mkdir(parents=True)
         model = ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double")
         workers.append(await executor.start(Start("w", model, str(tmp_path / name / "home"))))
         await ExecutorSuite.expect(workers[-1], Ready)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from batchmill.errors import Unavailable
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.channel import ActorChannel
 from batchmill.executors.ray.executor import RayExecutor
@@ -52,6 +55,17 @@ async def test_messages_for_a_worker_that_waits(worker: RayWorker):
     assert not worker.is_lost
     worker.send(message)
     assert await worker.wait() == -1 and worker.is_lost
+
+
+async def test_the_cluster_is_looked_at_before_any_job_has_run(tmp_path: Path):
+    """Also in a new data directory, of which nodes see nothing: an interpreter without Ray is named."""
+    entry = ClusterEntry("ray", "local", python=str(Path(sys.prefix, "bin", "python")))
+    executor = RayExecutor(entry, tmp_path / "data", lambda model: {})
+    executor._store = SimpleNamespace()  # as with [storage]
+    with pytest.raises(Unavailable, match=r"has no Ray: .*install 'batchmill\[ray\]'"):
+        await executor.inspect()
+    await executor.close()
+    assert "No module named" in (tmp_path / "data" / "workers" / "ray-driver.log").read_text()
 
 
 async def test_a_look_at_the_cluster_that_ends_early(executor: RayExecutor):

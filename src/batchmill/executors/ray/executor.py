@@ -371,6 +371,7 @@ class RayExecutor:
         self._replace_driver(f"the driver said nothing for {SILENT_BEATS * self._beat_s:g} s")
 
     async def _start_driver(self) -> asyncio.StreamReader:
+        self._folder.mkdir(parents=True, exist_ok=True)  # a look at the cluster may be what first needs it
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, open(self._folder / "ray-driver.log", "wb", buffering=0) as log:
