@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from batchmill.run_next import answer_with, run_next, start_next
+from batchmill.run_next import answer_with, post_next, run_next, start_next
 
 
 async def test_a_task_that_is_started_next():
@@ -24,6 +25,34 @@ async def test_a_task_that_is_started_next():
     run_next(loop, schedule)
     await start_next(note("task"))
     assert ran == ["task", "first", "second", "earlier"]
+
+
+async def test_what_a_thread_posts():
+    """It runs before what was ready earlier, in its order, and wakes a loop that waits."""
+    loop, ran, woken = asyncio.get_running_loop(), [], asyncio.Event()
+
+    def post() -> None:
+        for name in ("first", "second"):
+            post_next(loop, ran.append, name)
+
+    loop.call_soon(ran.append, "earlier")
+    thread = threading.Thread(target=post)
+    thread.start()
+    thread.join()
+    loop.call_soon(ran.append, "later")
+    run_next(loop, lambda: loop.call_soon(ran.append, "next"))
+    await asyncio.sleep(0)
+    assert ran == ["next", "first", "second", "earlier", "later"]
+    threading.Timer(0.01, post_next, [loop, woken.set]).start()
+    async with asyncio.timeout(60):
+        await woken.wait()
+
+
+def test_what_a_thread_posts_to_a_loop_that_has_ended():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError):
+        post_next(loop, print)
 
 
 async def test_an_answer():

@@ -7,11 +7,18 @@ request that five tasks and futures hand over to each other would wait five time
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
+
+_Calls = deque[Callable[[], object]]
+_adding = threading.RLock()  # held while what is ready changes at its beginning
+_posted: WeakKeyDictionary[asyncio.AbstractEventLoop, _Calls] = WeakKeyDictionary()
 
 
 def start_next(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -30,10 +37,35 @@ def run_next(loop: asyncio.AbstractEventLoop, schedule: Callable[[], T]) -> T:
     ready = getattr(loop, "_ready", None)
     if ready is None:
         return schedule()
-    before = len(ready)
-    result = schedule()
-    ready.rotate(len(ready) - before)  # a thread may have added to it: then that runs next, too
+    with _adding:
+        before = len(ready)
+        result = schedule()
+        ready.rotate(len(ready) - before)  # a thread may have added to its end: then that runs next, too
     return result
+
+
+def post_next(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
+    """From a thread: have a loop call back before all that is ready. What is posted runs in its order.
+
+    A busy loop would take a whole turn until then. Raises: RuntimeError if it is closed.
+    """
+    with _adding:
+        calls = _posted.setdefault(loop, deque())
+    calls.append(partial(callback, *args))
+    try:
+        handle = loop.call_soon_threadsafe(_call_first, calls)  # which wakes the loop
+    except RuntimeError:
+        calls.clear()  # nothing will call them
+        raise
+    ready = getattr(loop, "_ready", None)
+    if ready is not None:
+        with _adding:
+            ready.appendleft(handle)  # it comes twice: once for each that waits at least
+
+
+def _call_first(calls: _Calls) -> None:
+    if calls:
+        calls.popleft()()
 
 
 async def answer_with(work: Awaitable[T], answer: asyncio.Future[T]) -> None:

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -56,17 +58,42 @@ def is_on_loop(thread: str) -> bool:
     return thread == threading.current_thread().name
 
 
+def holding_commits(database: Database) -> threading.Event:
+    """Have the thread wait for this event after each transaction that notes changes."""
+    go_on = threading.Event()
+    database.writer.listen(lambda _: go_on.wait(60))
+    return go_on
+
+
+async def give_turn_to_loop(database: Database, add: Writer) -> list[asyncio.Task[Any]]:
+    """Have the thread give the loop, which is busy here, the turn of three writes. Returns all that has begun."""
+    go_on = holding_commits(database)
+    writes: list[asyncio.Task[Any]] = [asyncio.create_task(database.write_short(note_change, "job_1"))]
+    writes += [asyncio.create_task(database.write_short(add, 1000 + n)) for n in range(3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    while database._writes._scheduled is None:
+        time.sleep(0.001)  # noqa: ASYNC251 (the loop is to be busy)
+    return writes
+
+
 async def test_short_writes_share_a_transaction_on_the_loop(database, add):
+    """The first does not wait for others; those that come until it is committed share the next one."""
     told: list[tuple[str, int]] = []
     database.writer.listen(lambda changes: told.append((threading.current_thread().name, len(changes))))
+    go_on = holding_commits(database)
 
     def noted(db: sa.Connection, version: int) -> int:
         note_change(db, f"job_{version}")
         return add(db, version)
 
-    assert await asyncio.gather(*(database.write_short(noted, 1000 + n) for n in range(3))) == [1000, 1001, 1002]
+    writes = [asyncio.create_task(database.write_short(noted, 1000 + n)) for n in range(3)]
+    await asyncio.sleep(0)
+    assert len(add.threads) == 1
+    go_on.set()
+    assert await asyncio.gather(*writes) == [1000, 1001, 1002]
     assert all(map(is_on_loop, add.threads)) and len(add.threads) == 3
-    assert [count for _, count in told] == [3] and not is_on_loop(told[0][0])
+    assert [count for _, count in told] == [1, 2] and not is_on_loop(told[0][0])
     assert await database.read(stored) == [1000, 1001, 1002]
 
 
@@ -97,7 +124,7 @@ async def test_writes_keep_their_order(database, add):
     order = [database.write_short, database.write, database.write_short, database.write]
     await asyncio.gather(*(write(look, 1000 + n) for n, write in enumerate(order)))
     assert [len(each) for each in seen] == [0, 1, 2, 3]
-    assert [is_on_loop(thread) for thread in add.threads] == [True, False, False, False]
+    assert [is_on_loop(thread) for thread in add.threads] == [True, False, True, False]
 
 
 async def test_a_short_write_that_fails_is_undone_alone(database, add):
@@ -149,6 +176,24 @@ async def test_a_short_write_beside_work_in_the_thread(database, add):
     assert await database.write_short(add, 1002) == 1002 and is_on_loop(add.threads[-1])
 
 
+async def test_a_short_write_behind_a_longer_one(database, add):
+    """It shares no transaction with it, and is run on the loop."""
+    told: list[int] = []
+    database.writer.listen(lambda changes: told.append(len(changes)))
+    go_on = holding_commits(database)
+
+    def noted(db: sa.Connection, version: int) -> int:
+        note_change(db, f"job_{version}")
+        return add(db, version)
+
+    ways = [database.write_short, database.write, database.write, database.write_short, database.write_short]
+    writes = [asyncio.create_task(way(noted, 1000 + n)) for n, way in enumerate(ways)]
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.gather(*writes) == list(range(1000, 1005))
+    assert list(map(is_on_loop, add.threads)) == [True, False, False, True, True] and told == [1, 2, 2]
+
+
 async def test_the_loop_waits_for_no_other_process(database, add, tmp_path):
     """Such as a person's shell that holds the database's lock."""
     shell = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
@@ -169,38 +214,70 @@ async def test_a_slow_disk_is_waited_for_in_the_thread(database, add, monkeypatc
     assert [is_on_loop(thread) for thread in add.threads] == [True, False]
 
 
+async def test_a_disk_that_stays_slow_is_waited_for_longer(database, add, monkeypatch):
+    """One slow transaction keeps the loop from writing for half a second, those that follow it for up to ten."""
+    now = 1000.0
+    monkeypatch.setattr(loop_transactions, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(loop_transactions, "SLOW_S", -1.0)
+    on_loop: list[float] = []
+    while now < 1037:
+        await database.write_short(add, int(now * 4))
+        if is_on_loop(add.threads[-1]):
+            on_loop.append(now - 1000)
+        now += 0.25
+    assert on_loop == [0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5]
+    now = 1056.0
+    await database.write_short(add, 5000)
+    now = 1056.5
+    await database.write_short(add, 5001)
+    assert list(map(is_on_loop, add.threads[-2:])) == [True, True], "a slow transaction long ago does not count"
+
+
 async def test_the_loop_is_held_for_a_short_time(database, add, monkeypatch):
-    """What is left then gets the next transaction."""
+    """What is left then gets the next transaction, after all that is ready."""
     monkeypatch.setattr(loop_transactions, "ON_LOOP_S", -1.0)
     notes: list[int] = []
     database.writer.listen(lambda changes: notes.append(len(changes)))
+    go_on, begun_before = holding_commits(database), []
 
     def noted(db: sa.Connection, version: int) -> int:
         note_change(db, f"job_{version}")
+        asyncio.get_running_loop().call_soon(lambda: begun_before.append(len(add.threads)))
         return add(db, version)
 
-    await asyncio.gather(*(database.write_short(noted, 1000 + n) for n in range(3)))
-    assert notes == [1, 1, 1] and all(map(is_on_loop, add.threads))
+    writes = [asyncio.create_task(database.write_short(noted, 1000 + n)) for n in range(3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*writes)
+    await asyncio.sleep(0)
+    assert notes == [1, 1, 1] and all(map(is_on_loop, add.threads)) and begun_before[1:] == [2, 3]
 
 
 async def test_a_caller_that_is_cancelled_before_its_turn(database, add):
+    go_on = holding_commits(database)
+    earlier = asyncio.create_task(database.write_short(note_change, "job_1"))
     write = asyncio.create_task(database.write_short(add, 1000))
     await asyncio.sleep(0)
     write.cancel()
     await asyncio.wait({write})
+    go_on.set()
+    await earlier
     assert await database.write_short(add, 1001) == 1001
     assert await database.read(stored) == [1001]
 
 
 def test_a_loop_that_ends_before_its_turn(database, add):
     """The next loop's writes do not wait for it."""
+    loop = asyncio.new_event_loop()
 
     async def begin() -> None:
-        asyncio.ensure_future(database.write_short(add, 1000))
-        await asyncio.sleep(0)
+        writes = await give_turn_to_loop(database, add)
+        loop.stop()
+        await asyncio.gather(*writes)
 
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(begin())
+    beginning = loop.create_task(begin())
+    loop.run_forever()
+    assert not beginning.done() and len(add.threads) == 0
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.close()
@@ -211,10 +288,10 @@ def test_what_waits_is_run_when_the_database_is_closed(tmp_path, add):
     database = Database(tmp_path / "a.db")
 
     async def begin() -> None:
-        tasks = [asyncio.create_task(database.write_short(add, 1000 + n)) for n in range(3)]
-        await asyncio.sleep(0)
+        writes = await give_turn_to_loop(database, add)
         database.close()
-        assert await asyncio.gather(*tasks) == [1000, 1001, 1002]
+        assert await asyncio.gather(*writes) == [None, 1000, 1001, 1002]
+        assert len(add.threads) == 3 and not any(map(is_on_loop, add.threads))
 
     asyncio.run(begin())
     again = Database(tmp_path / "a.db")

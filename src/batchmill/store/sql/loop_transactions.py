@@ -14,14 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from batchmill.store.sql.shared_transactions import SHARED_MAX, Call, Ended, SharedTransactions, post, resolve
+from batchmill.store.sql.shared_transactions import (
+    SHARED_MAX,
+    Call,
+    Ended,
+    SharedTransactions,
+    post,
+    post_last,
+    resolve,
+)
 from batchmill.store.sql.transactions import JoiningTransactions, Transactions
 
 T = TypeVar("T")
 
 ON_LOOP_S = 0.004  # after so long, calls that are left get the next transaction
 SLOW_S = 0.05  # a transaction that takes longer, without its commit, waits for the disk
-IN_THREAD_S = 10.0  # for so long after such a transaction calls run in the thread
+IN_THREAD_S = 0.5  # for so long after such a transaction calls run in the thread
+IN_THREAD_MAX_S = 10.0  # twice as long each time that the loop has taken turns again for less than that, but no longer
 
 Loop = asyncio.AbstractEventLoop
 
@@ -40,7 +49,8 @@ class LoopTransactions(SharedTransactions):
         self._writer, self._at_once = writer, at_once
         self._others = 0  # functions in the thread that begin transactions of their own
         self._scheduled: Loop | None = None  # the loop that is to take the turn
-        self._in_thread_until = 0.0
+        self._is_behind = False  # the last turn on a loop left calls for want of time
+        self._in_thread_s, self._in_thread_until = IN_THREAD_S, 0.0
         self._is_closing = False
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -87,7 +97,11 @@ class LoopTransactions(SharedTransactions):
                 return False
             self._scheduled = first.loop
         # If it has ended, who withdraws the turn first takes it.
-        return post(first.loop, self._take_on_loop, first.loop, ended) or not self._withdraw()
+        if not self._is_behind:
+            return post(first.loop, self._take_on_loop, first.loop, ended) or not self._withdraw()
+        if ended:
+            post(first.loop, resolve, ended)
+        return post_last(first.loop, self._take_on_loop, first.loop, None) or not self._withdraw()
 
     def _take_on_loop(self, loop: Loop, ended: Ended | None) -> None:
         if ended:
@@ -113,6 +127,16 @@ class LoopTransactions(SharedTransactions):
                 calls.append(first)
         return calls
 
+    def _next_calls(self) -> list[Call[Any]]:
+        """In the thread. Short calls behind others are left for the loop, where they take less time."""
+        if not self._waiting or self._waiting[0].is_short:
+            return super()._next_calls()
+        calls: list[Call[Any]] = []
+        while self._waiting and not self._waiting[0].is_short and len(calls) < SHARED_MAX:
+            if not (call := self._waiting.popleft()).future.cancelled():
+                calls.append(call)
+        return calls
+
     def _begin_on_loop(self, calls: list[Call[Any]]) -> None:
         """Run calls in a transaction, and have the thread commit it. If one fails, the thread runs them all."""
         began = time.monotonic()
@@ -134,13 +158,17 @@ class LoopTransactions(SharedTransactions):
                 raise
             return
         self._note_duration(began)
+        self._is_behind = len(results) < len(calls)  # then what else is ready comes before the next turn
         self._waiting.extendleft(reversed(calls[len(results) :]))
         self._threads.submit(self._commit, transaction, calls[: len(results)], results)
 
     def _note_duration(self, began: float) -> None:
-        """Have a thread take the next turns if this one had to wait for the disk."""
-        if time.monotonic() - began > SLOW_S:
-            self._in_thread_until = time.monotonic() + IN_THREAD_S
+        """Have a thread take the next turns if this one had to wait for the disk, or on a busy machine for a core."""
+        now = time.monotonic()
+        if now - began > SLOW_S:
+            is_again = now < self._in_thread_until + self._in_thread_s
+            self._in_thread_s = min(2 * self._in_thread_s, IN_THREAD_MAX_S) if is_again else IN_THREAD_S
+            self._in_thread_until = now + self._in_thread_s
 
     def _commit(self, transaction: ExitStack, calls: Sequence[Call[Any]], results: Sequence[Any]) -> None:
         """In the thread."""

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseUnavailable, TermOver
-from batchmill.run_next import run_next
+from batchmill.run_next import post_next, run_next
 from batchmill.store.sql.transactions import Notes, note_statement, notes_of
 
 T = TypeVar("T")
@@ -165,16 +165,21 @@ class SharedTransactions:
                 continue
 
     def _take(self) -> None:
-        calls: list[Call[Any]] = []
-        with contextlib.suppress(IndexError):  # another turn has taken them
-            while len(calls) < SHARED_MAX:
-                if not (call := self._waiting.popleft()).future.cancelled():
-                    calls.append(call)
+        calls = self._next_calls()
         if len(calls) > 1 and (ended := self._run_together(calls)) is not None:
             _resolve(ended)
             return
         for call in calls:
             _resolve([self._run_alone(call)])
+
+    def _next_calls(self) -> list[Call[Any]]:
+        """The calls of the next transaction, which wait no more."""
+        calls: list[Call[Any]] = []
+        with contextlib.suppress(IndexError):  # another turn has taken them
+            while len(calls) < SHARED_MAX:
+                if not (call := self._waiting.popleft()).future.cancelled():
+                    calls.append(call)
+        return calls
 
     def _run_together(self, calls: list[Call[Any]]) -> Ended | None:
         """None: they cannot share a transaction, and nothing has been written."""
@@ -232,12 +237,21 @@ def _log_failure(future: asyncio.Future[Any]) -> None:
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
-    """Have a loop, which may be that of this thread, call back soon. False: it has ended, and its tasks with it."""
+    """Have a loop, which may be that of this thread, call back next. False: it has ended, and its tasks with it."""
     try:
         if _runs_here(loop):  # it need not be woken through its socket
-            loop.call_soon(callback, *args)
+            run_next(loop, lambda: loop.call_soon(callback, *args))
         else:
-            loop.call_soon_threadsafe(callback, *args)
+            post_next(loop, callback, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+def post_last(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
+    """As `post`, after what is ready."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
         return False
     return True

@@ -91,6 +91,7 @@ class SqliteWriter:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._kept: sa.Connection | None = None
+        self._waits: bool | None = None  # whether `_kept` waits for other processes; None: unknown
         self._turn = threading.Lock()
 
     @contextlib.contextmanager
@@ -105,7 +106,10 @@ class SqliteWriter:
         try:
             db = self._kept = self._kept or self._engine.connect()
             try:
-                with db.begin() if waits else _begin_at_once(db):
+                if waits != self._waits:  # seldom: one transaction after another begins on the event loop
+                    _execute(db, WAITS if waits else WAITS_NOT)
+                    self._waits = waits
+                with db.begin():
                     yield db
             except BaseException:
                 self._release()
@@ -114,7 +118,7 @@ class SqliteWriter:
             self._turn.release()
 
     def _release(self) -> None:
-        kept, self._kept = self._kept, None
+        kept, self._kept, self._waits = self._kept, None, None
         if kept is not None:
             kept.close()
 
@@ -138,15 +142,6 @@ class AtOnce:
 
 class Busy(Exception):
     """A transaction cannot begin now."""
-
-
-def _begin_at_once(db: sa.Connection) -> sa.RootTransaction:
-    """Begin a transaction unless another process writes, such as a person's shell."""
-    _execute(db, WAITS_NOT)
-    try:
-        return db.begin()
-    finally:
-        _execute(db, WAITS)
 
 
 def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
