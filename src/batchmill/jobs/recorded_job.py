@@ -39,7 +39,7 @@ from batchmill.jobs.ledger.records import NewJob, columns_of
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
-from batchmill.jobs.results.counted_commits import CountedCommits
+from batchmill.jobs.results.counted_commits import CountedCommits, Results
 from batchmill.jobs.results.parts.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
@@ -51,7 +51,7 @@ from batchmill.run_next import run_next
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.media_copies import prefix_of
 from batchmill.store.sql.transactions import Record
-from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, SegmentRef, Shard, Submitted
+from batchmill.types import Commit, Once, RemoteJob, SegmentPlace, Shard, Submitted
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.rows.forms import TableForm
@@ -292,8 +292,8 @@ class RecordedJob:
         place = self.files.segment_place
         return replace(place, blocks=await self._commit_log.call_reader(self._ledger.blocks, self.spec.id))
 
-    async def _results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
-        """(generation, range) of every commit, and the blocks that they carried: segment -> (offset, bytes)."""
+    async def _results(self) -> Results:
+        """From memory, or from the ledger."""
         if self._counted is not None and self._run is not None and self._counted.has_all(self._run.plan.leaders):
             return self._counted.results()
         return await self._commit_log.call_reader(self._ledger.results, self.spec.id)
@@ -335,15 +335,30 @@ class RecordedJob:
 
     def _finish_with(self, commit: Commit) -> Finish | None:
         """The end of a short job whose last rows this commit has; None: its runner ends it."""
-        log, run, publishing = self._tools.stored.log, self._run, self._publishing
-        if log is None or run is None or publishing is None or self._counted is None or run.is_sample:
+        log, run, publishing, now = self._tools.stored.log, self._run, self._publishing, self._clock.now()
+        if log is None or run is None or publishing is None or self._counted is None:
             return None
-        found, now = self._counted.results_with(commit, run.plan.leaders), self._clock.now()
-        if found is None or (manifest := publishing.hold(self.files.segment_place, *found, run.plan.plan)) is None:
+        manifest = self._hold(run, publishing, self._counted.results_with(commit, run.plan.leaders))
+        if manifest is None:
             return None
         fields = ended_fields(manifest) | {"finalizing": now, "finished": now, "reason": None}
         fields["spent_s"] = run.elapsed_s
         return Finish(self.spec.id, log, publishing.held, fields, self._tools.end_listeners)
+
+    def _hold_counted(self) -> Manifest | None:
+        """Hold the results of a short job whose last commits were counted together; None: they are read and published.
+
+        `_finish_with` does not know of a commit that is being counted.
+        """
+        run, publishing, counted = self._run, self._publishing, self._counted
+        if run is None or publishing is None or counted is None or not counted.has_all(run.plan.leaders):
+            return None
+        return self._hold(run, publishing, counted.results())
+
+    def _hold(self, run: JobRun, publishing: Publishing, found: Results | None) -> Manifest | None:
+        if found is None or run.is_sample or self._tools.stored.log is None:
+            return None
+        return publishing.hold(self.files.segment_place, *found, run.plan.plan)
 
     def _enter_ended(self) -> None:
         """The job was stored as ended with its last commit."""

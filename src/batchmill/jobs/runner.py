@@ -345,7 +345,10 @@ class JobRunner(RecordedJob):
     async def _finalizing(self) -> None:
         """Publish the results: every row has its outcome."""
         assert self._publishing is not None, "a FINALIZING job was RUNNING before"
-        finalizing, manifest = self._clock.now(), await self._publish(self._publishing)
+        finalizing, manifest = self._clock.now(), self._hold_counted()
+        if manifest is None:
+            await self._unpack()
+            manifest = await self._publish(self._publishing)
         if self.spec.is_small:
             steps = {"via": [JobState.FINALIZING], "finalizing": finalizing, "held": self._publishing.held}
             await self._end(JobState.COMPLETED, manifest, **steps)
@@ -556,7 +559,8 @@ class JobRunner(RecordedJob):
 
 
 # The step of each state that is not at rest. PLANNING is written only together with QUEUED.
-WITHOUT_FILES = (JobState.VALIDATING, JobState.RUNNING)  # steps of small jobs that seldom need them
+# Steps of small jobs that seldom need files.
+WITHOUT_FILES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING)
 STEPS: dict[JobState, Callable[[JobRunner], Awaitable[None]]] = {
     JobState.VALIDATING: JobRunner._validating,
     JobState.QUEUED: JobRunner._queued,

@@ -6,6 +6,9 @@ from batchmill.types import Commit, SegmentRef
 
 BYTES_MAX = 64 * 1024  # of one job: as many jobs as there are turns may run at once
 
+# (generation, range) of every commit, and the blocks that they carried: segment -> (offset, bytes)
+Results = tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]
+
 
 class CountedCommits:
     """The commits of a run that began when nothing was counted, as `Ledger.results` would read them."""
@@ -31,9 +34,7 @@ class CountedCommits:
         """Whether every commit of a run of so many rows is remembered."""
         return self.rows == rows and self._bytes <= BYTES_MAX
 
-    def results_with(
-        self, commit: Commit, rows: int
-    ) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]] | None:
+    def results_with(self, commit: Commit, rows: int) -> Results | None:
         """As `results` once this commit is added; None unless that is every commit of a run of so many rows."""
         after = CountedCommits()
         after.rows, after._bytes, after._refs = self.rows, self._bytes, list(self._refs)
@@ -41,7 +42,7 @@ class CountedCommits:
         after.add(commit)
         return after.results() if after.has_all(rows) else None
 
-    def results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
+    def results(self) -> Results:
         """As `Ledger.results`."""
         refs = sorted(self._refs, key=lambda ref: (ref.segment, ref.offset))
         return [(0, ref) for ref in refs], self._blocks
