@@ -13,6 +13,7 @@ from standardwebhooks import Webhook
 from webhook_support import FILE_SECRET, EndedJobs
 
 from batchmill.config import WebhookEntry
+from batchmill.services.webhooks import outbox as sending
 from batchmill.services.webhooks.endpoints import EndedJob
 from batchmill.services.webhooks.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
 from batchmill.states import JobState
@@ -110,8 +111,11 @@ async def test_a_failing_endpoint_is_tried_again_later(jobs: EndedJobs, receiver
     assert receiver.at("/elsewhere") == []
 
 
-async def test_an_endpoint_that_never_takes_an_event_is_given_up(jobs: EndedJobs, receiver: WebhookReceiver):
+async def test_an_endpoint_that_never_takes_an_event_is_given_up(
+    jobs: EndedJobs, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+):
     """After the last attempt, about three days later, an event is given up and the reason is kept."""
+    monkeypatch.setattr(sending, "SWEEP_S", float("inf"))  # it is old by then, and swept within an hour of this clock
     receiver.answers["/hook"] = [503] * 20
     jobs.clock.stride = 600.0
     await jobs.register(receiver.url())
