@@ -25,6 +25,9 @@ log = logging.getLogger("batchmill.server")
 # New objects until they are searched for cycles, and how often until those are that stayed. With Python's 700, a job of
 # five rows is searched several times while it runs, and little of it goes.
 COLLECTED_AT = 10_000, 10, 10
+# How long a thread waits until the event loop lets it have the interpreter. A client's write waits for that twice:
+# before its transaction is committed in a thread, and after. Python's 5 ms are most of a short transaction.
+SWITCH_S = 0.001
 THREADS_S = 1.0  # for threads that still run when everything else is closed
 EXIT_STUCK = 1
 ON_RESUMPTION = "The next start resumes jobs that came over HTTP; `batchmill resume` resumes those of commands"
@@ -116,6 +119,7 @@ async def _serve(session: Session, config: Config) -> int:
             gc.collect()
             gc.freeze()  # these objects stay: scanning them again and again would delay every request
             gc.set_threshold(*COLLECTED_AT)
+            sys.setswitchinterval(SWITCH_S)
             if session.as_json:
                 more = {} if running.grpc is None else {"grpc": running.grpc}
                 session.emit("serving", url=running.url, **more)
