@@ -16,9 +16,10 @@ from batchmill.owner_term import ENDLESS, Term
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 SYNCED_MAX = 10_000  # folders that a process remembers
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of folders of the automounter and of squashfs, say, which keep nothing
 _OTHERS = 0o077
 _UNSYNCED = stat.S_ISVTX  # of a private folder, for which it has no meaning: its name may not be durable yet
-_synced: set[str] = set()  # folders for others too, whose names this process has made durable
+_synced: set[str] = set()  # folders that others may use, but for umasks, whose names this process has made durable
 
 
 class Digest(Protocol):
@@ -178,40 +179,49 @@ def make_folder(folder: Path, mode: int = 0o700, parents_mode: int | None = None
     while not present.exists():
         missing.append(present)
         present = present.parent
-    _keep_name(present)
+    last_mode = mode if parents_mode is None else parents_mode
+    _keep_name(present, last_mode if missing else mode)
     for each in reversed(missing):
-        own_mode = mode if each == folder or parents_mode is None else parents_mode
-        unsynced = 0 if own_mode & _OTHERS else _UNSYNCED
+        own_mode = mode if each == folder else last_mode
         try:
-            each.mkdir(own_mode | unsynced)
+            each.mkdir(own_mode | (0 if own_mode & _OTHERS else _UNSYNCED))
         except FileExistsError:  # another process was faster
-            _keep_name(each)
+            _keep_name(each, own_mode)
         else:
-            _sync_name(each)
+            _sync_name(each, own_mode)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
-def _keep_name(folder: Path) -> None:
-    """Make the name of a folder durable if this user's process that made it may not have come to do so."""
+def _keep_name(folder: Path, mode: int) -> None:
+    """Make the name of a folder durable if this user's process that made it may not have come to do so.
+
+    Args: mode: that process's, which its umask may have made private.
+    """
     found = os.stat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
-    is_private = not found.st_mode & _OTHERS
-    if found.st_mode & _UNSYNCED if is_private else str(folder) not in _synced:
-        _sync_name(folder)
+    mode |= found.st_mode
+    if str(folder) not in _synced if mode & _OTHERS else mode & _UNSYNCED:
+        _sync_name(folder, mode)
 
 
-def _sync_name(folder: Path) -> None:
-    with suppress(PermissionError):  # who owns the parent may let this user write there, and not read
+def _sync_name(folder: Path, mode: int) -> None:
+    try:
         sync_folder(folder.parent)
-    mode = stat.S_IMODE(os.stat(folder).st_mode)
+    except PermissionError:  # who owns the parent may let this user write there, and not read
+        pass
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     if mode & _OTHERS:
         if len(_synced) >= SYNCED_MAX:
             _synced.clear()
         _synced.add(str(folder))
-    elif mode & _UNSYNCED:
-        folder.chmod(mode & ~_UNSYNCED)
+    mode = stat.S_IMODE(os.stat(folder).st_mode)
+    if mode & _UNSYNCED and not mode & _OTHERS:
+        with suppress(OSError):  # the next user syncs it again
+            folder.chmod(mode & ~_UNSYNCED)
 
 
 def sync_tree(folder: Path) -> None:
