@@ -93,38 +93,26 @@ async def test_an_output_of_others_is_not_written_over(folder, opened):
     assert (folder / "out.jsonl").read_text() == "precious"
 
 
-async def test_pause_and_resume(folder, opened):
-    """A paused job keeps its finished rows and goes on with the others.
+async def test_pause_and_resume(folder, opened, monkeypatch):
+    """A paused job keeps its finished rows and goes on with the others, also for who looks at it just then.
 
     An order that is sent again after its end, because its reply was lost, runs no row again.
     """
     service = await opened()
-    submitted = await service.submit(order(folder, "slow"))
-    async for view in service.watch(submitted.id, 0.05):
-        if view.rows_ok:
-            break
-    paused = await service.pause(submitted.id)
-    assert (paused.state, paused.reason) == ("paused", "asked") and 0 < paused.rows_ok < ROWS
-    again = order(folder, "slow", overwrite=True, once=Once("submit:1", fingerprint=""))
-    assert (await service.submit(again)).how == "resumed"
-    assert (await end_of(service, submitted.id)).rows_ok == ROWS
-    assert await service.submit(again) == Submitted(submitted.id, "finished")
-    assert len(answers(folder)) == ROWS
-
-
-async def test_a_job_that_is_resumed_as_its_end_is_looked_at(folder, opened, monkeypatch):
-    """Who follows it sees the end that comes later, and not a job that runs as the last thing."""
-    service = await opened()
     job_id = await paused_midway(service, order(folder, "slow"))
+    paused, again = await service.show(job_id), order(folder, "slow", overwrite=True, once=Once("submit:1", ""))
+    assert (paused.state, paused.reason) == ("paused", "asked") and 0 < paused.rows_ok < ROWS
     show = service.show
 
     async def resumed(job_id):
         monkeypatch.undo()
-        await service.resume(job_id)
+        assert (await service.submit(again)).how == "resumed"
         return await show(job_id)
 
     monkeypatch.setattr(service, "show", resumed)
-    assert [view.state async for view in service.watch(job_id)][-1] == "completed"
+    assert [view.rows_ok async for view in service.watch(job_id)][-1] == ROWS
+    assert await service.submit(again) == Submitted(job_id, "finished")
+    assert len(answers(folder)) == ROWS
 
 
 async def test_partial_results_while_it_runs(folder, opened):

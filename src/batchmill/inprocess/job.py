@@ -176,7 +176,8 @@ class Job:
                 self._announce(shown)
                 self._watch(shown)
             except KeyboardInterrupt:
-                shown.say("pausing: finished rows are stored; interrupt again to stop at once")
+                scope = " the job for all who run it" if self.how == "joined" else ""
+                shown.say(f"pausing{scope}: finished rows are stored; interrupt again to stop at once")
                 self._stop()
                 shown.show(self._view)
                 raise
