@@ -350,25 +350,36 @@ def test_every_keyword_of_a_job_has_an_effect():
 DATA = [{"text": "a", "n": 2**60}, {"text": "b", "n": 0.5}]
 WITHOUT_ARROW = f"""
 DATA = {DATA}
-import importlib.util, sys
+import importlib.util, sys, threading
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "pyarrow" else found(name, *rest)
 sys.modules["pyarrow"] = None
 import batchmill
 from batchmill.errors import InvalidInput
-job = batchmill.run(DATA, model=sys.argv[1], data_dir=sys.argv[2])
-print(list(job))
-try:
-    job.to_pandas()
-except InvalidInput as error:
-    print(error.code, error.message)
+
+def work():
+    job = batchmill.run(DATA, model=sys.argv[1], data_dir=sys.argv[2], wait=False)
+    begun.set()
+    job.wait()
+    print(list(job))
+    try:
+        job.to_pandas()
+    except InvalidInput as error:
+        print(error.code, error.message)
+
+begun = threading.Event()
+threading.Thread(target=work).start()
+begun.wait()
 """
 
 
 def test_rows_need_no_arrow(tmp_path: Path):
-    """Without pyarrow rows run and are read, and frames name the extra; once it is there, no row is called again."""
+    """Without pyarrow rows run and are read, and frames name the extra; once it is there, no row is called again.
+
+    The program is a thread that outlives the main one.
+    """
     command = [sys.executable, "-c", WITHOUT_ARROW, SIZE, str(tmp_path / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     rows, message = done.stdout.splitlines()
     expected = [{**DATA[0], "output": 2**60 + 1, "error": None}, {**DATA[1], "output": 1.5, "error": None}]
     assert ast.literal_eval(rows) == expected

@@ -7,6 +7,7 @@ kernel ends worker processes with the thread that started them.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import contextlib
 import os
 import threading
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from batchmill.cli.clients import OwnerJobs
 from batchmill.cli.local import LocalApp
@@ -67,6 +69,7 @@ class Background:
         threading.Thread(target=self._loop.run_forever, name="batchmill", daemon=True).start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        _callers.add(threading.current_thread())
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @contextlib.asynccontextmanager
@@ -89,6 +92,24 @@ class Background:
                 del self._opened[config.data_dir]
                 await opened.close(at_once=at_once)
 
+
+_callers: WeakSet[threading.Thread] = WeakSet()
+
+
+def _wait_for_callers() -> None:
+    """Let threads of the program end that use jobs, before the interpreter ends the pools of threads that jobs need.
+
+    It waits for these threads anyway, but later. A thread of a pool waits for work until its pool is told to end.
+    """
+    in_pools = getattr(concurrent.futures.thread, "_threads_queues", {})
+    for thread in list(_callers):
+        if not (thread.daemon or thread is threading.main_thread() or thread in in_pools):
+            thread.join()
+
+
+# The pools' own function is registered by their import, and called after this one.
+if (register := getattr(threading, "_register_atexit", None)) is not None:
+    register(_wait_for_callers)
 
 _backgrounds: dict[int, Background] = {}  # by process: a fork has no threads
 _starting = threading.Lock()
