@@ -22,16 +22,22 @@ def _file(fd: int) -> tuple[int, int]:
 
 
 def _forked() -> None:
-    """Replace the descriptors in the child: objects that it has copied may still close their numbers."""
-    if not _descriptors:
-        return
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    """Replace the descriptors in the child: objects that it has copied may still close their numbers. Each is closed
+    first: there may be no number left.
+    """
     for fd, file in _descriptors.items():
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # it is closed; or there is nothing to replace it
             if _file(fd) == file:
-                os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
+                os.close(fd)
+                _fill(fd)
     _descriptors.clear()
+
+
+def _fill(fd: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    if nothing != fd:
+        os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
 
 os.register_at_fork(after_in_child=_forked)
