@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 import httpx2
 import pytest
 from fakes.running_server import RunningServer, running_server
+
+from batchmill.store import prefix_owner
+from batchmill.store.sql.database import Database
 
 ROWS = 300
 MODELS = """
@@ -106,6 +110,23 @@ def test_a_batch_goes_on_after_the_server_ended(folder, number):
         view = wait_for(server, batch, has_ended)
         assert (view["status"], view["request_counts"]["completed"]) == ("completed", ROWS)
         assert results(server, view) == [f"r{n}" for n in range(ROWS)]
+
+
+def test_it_ends_while_its_start_waits(folder):
+    """A signal ends a start that waits for a server on another copy of its database, which may take minutes."""
+    data, keys, store = folder / "data", folder / "keys", f"file://{folder}/store"
+    data.mkdir(0o700)
+    database = Database(data / "batchmill.db")
+    asyncio.run(prefix_owner.claim(database, store, "", "another copy"))
+    database.close()
+    (folder / "batchmill.toml").write_text(f'[storage]\nobjects = "{store}"\n[secrets]\nkey_file = "{keys}"\n')
+    words = [sys.executable, "-m", "batchmill", "serve", "--port", "0", "--data-dir", str(data)]
+    with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "is waited for" in process.stderr.readline() or "is waited for" in process.stderr.readline()
+        process.terminate()
+        said = process.stderr.read()
+    assert process.returncode == 0 and "stopped before it served" in said and "is killed" not in said
 
 
 def test_requests_under_way_end_before_the_server(folder):

@@ -109,31 +109,46 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
 
 async def _serve(session: Session, config: Config) -> int:
     stop, threads, code = asyncio.Event(), own_threads(), EXIT_OK
+    task, is_open, is_cut_off = asyncio.current_task(), False, False
 
     def begin_stop() -> None:
+        nonlocal is_cut_off
         end_within(REQUESTS_DRAIN_S + ROWS_DRAIN_S + SPARE_S)
         stop.set()
+        if task is not None and not is_open:
+            is_cut_off = task.cancel()  # nothing runs yet, and a start may wait for minutes
 
     with session.interrupts.first_does(begin_stop, lambda: log.warning("stopping at once")):
-        async with open_server(config) as running:
-            gc.collect()
-            gc.freeze()  # these objects stay: scanning them again and again would delay every request
-            gc.set_threshold(*COLLECTED_AT)
-            sys.setswitchinterval(SWITCH_S)
-            if session.as_json:
-                more = {} if running.grpc is None else {"grpc": running.grpc}
-                session.emit("serving", url=running.url, **more)
-            else:
-                session.print(f"batchmill listens on {running.url}")
-                if running.grpc is not None:
-                    session.print(f"gRPC on {running.grpc}")
-            if not await _stops_in_order(stop, running):
-                code = EXIT_FAILED
-                log.critical("this server ends because no job goes on. %s", ON_RESUMPTION)
-                begin_stop()
-            log.info("stopping: requests and rows in flight may finish; a second signal stops at once")
+        try:
+            async with open_server(config) as running:
+                is_open = True
+                _announce(session, running)
+                if not await _stops_in_order(stop, running):
+                    code = EXIT_FAILED
+                    log.critical("this server ends because no job goes on. %s", ON_RESUMPTION)
+                    begin_stop()
+                log.info("stopping: requests and rows in flight may finish; a second signal stops at once")
+        except asyncio.CancelledError:
+            if task is None or not is_cut_off:
+                raise
+            task.uncancel()
+            log.info("stopped before it served")
     leave(threads, code)
     return code
+
+
+def _announce(session: Session, running: Running) -> None:
+    gc.collect()
+    gc.freeze()  # these objects stay: scanning them again and again would delay every request
+    gc.set_threshold(*COLLECTED_AT)
+    sys.setswitchinterval(SWITCH_S)
+    if session.as_json:
+        more = {} if running.grpc is None else {"grpc": running.grpc}
+        session.emit("serving", url=running.url, **more)
+    else:
+        session.print(f"batchmill listens on {running.url}")
+        if running.grpc is not None:
+            session.print(f"gRPC on {running.grpc}")
 
 
 async def _stops_in_order(stop: asyncio.Event, running: Running) -> bool:
