@@ -1,6 +1,7 @@
 """`batchmill run` as a user sees it: what is ordered, shown, summed up, and which exit code comes."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from batchmill.cli.jobs.run import follow
+from batchmill.cli.session import Session
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.types import Limits, Policy, Price, Problem, Sample, Usage
 
@@ -348,6 +351,34 @@ def test_the_first_interrupt_pauses_and_waits(app, call, view, number):
     assert result.exit_code == 130
     assert app.jobs.asked == [("pause", "job_1")] and not app.was_cancelled
     assert "pausing:" in result.stderr and "batchmill resume job_1" in result.stderr
+
+
+@pytest.mark.parametrize("interrupts", [0, 1, 2])
+async def test_nobody_reads_the_messages_any_more(app, view, interrupts):
+    """A reader that closed its pipe ends the command. One that was ended by the same Ctrl-C keeps it neither from
+    pausing nor from stopping at once.
+    """
+    app.jobs.add(view(), view(rows_ok=1), view(rows_ok=2), view(state="paused", reason="asked"))
+    app.jobs.waits_for_pause = True
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if 0 < at <= interrupts else None
+    if interrupts == 2:
+        app.jobs.pausing.set = lambda: None  # the pause never comes to its end
+    session = Session()
+
+    class Display:
+        def update(self, view):
+            if view.rows_ok:
+                raise BrokenPipeError
+
+        def say(self, text):
+            raise BrokenPipeError
+
+    error = {0: BrokenPipeError, 1: None, 2: asyncio.CancelledError}[interrupts]
+    with session.interrupts.catch(), contextlib.nullcontext() if error is None else pytest.raises(error):
+        followed = await follow(app.jobs, "job_1", Display(), session=session)
+        assert followed.was_interrupted and followed.view.state == "paused"
+    asyncio.current_task().uncancel()
+    assert app.jobs.asked == ([("pause", "job_1")] if interrupts else [])
 
 
 def test_the_second_interrupt_stops_at_once(app, call, view):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNAL_S = 0.2  # in which a signal comes that has ended another process of the shell's group
 
 
 class Interrupts:
@@ -66,7 +67,8 @@ class Interrupts:
 
     @contextlib.contextmanager
     def first_does(self, first: Callable[[], None], stopping: Callable[[], None]) -> Iterator[None]:
-        """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command.
+        """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command. Both
+        may print a message, as the last thing they do.
 
         Afterwards a first signal does nothing: the command is about to end by itself.
         """
@@ -76,14 +78,24 @@ class Interrupts:
         finally:
             self._first = self._stopping = lambda: None
 
+    async def tell_from_closing(self, error: BrokenPipeError) -> None:
+        """Return if a signal has ended who reads this command's messages, as Ctrl-C in a shell does where they go
+        through a pipe. Raises: the error, if a reader has closed them.
+        """
+        if not self.count:
+            await asyncio.sleep(SIGNAL_S)
+        if not self.count:
+            raise error
+
     def _interrupt(self) -> None:
         self.count += 1
-        if self.count == 1 and self._first is not None:
-            self._first()
-        elif not self._is_stopped and self._task is not None:
-            self._is_stopped = True
-            self._stopping()
-            self._task.cancel()
+        with contextlib.suppress(BrokenPipeError):  # from what is said: see above
+            if self.count == 1 and self._first is not None:
+                self._first()
+            elif not self._is_stopped and self._task is not None:
+                self._is_stopped = True
+                self._task.cancel()
+                self._stopping()
 
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130

@@ -60,7 +60,10 @@ async def follow(
         try:
             async with contextlib.aclosing(reaction.watched(jobs.watch(job_id))) as views:
                 async for view in views:
-                    display.update(view)
+                    try:
+                        display.update(view)
+                    except BrokenPipeError as error:
+                        await interrupts.tell_from_closing(error)
             await reaction.settle()
         finally:
             await reaction.abandon()
@@ -76,8 +79,8 @@ class _Leave:
         self._left = asyncio.Event()
 
     def begin(self) -> None:
-        self._display.say("leaving: the job continues on the server")
         self._left.set()
+        self._display.say("leaving: the job continues on the server")
 
     async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
         """Yield views until Ctrl-C, but always the first one."""
@@ -113,9 +116,9 @@ class _Pause:
         self._pausing: asyncio.Task[JobView] | None = None
 
     def begin(self) -> None:
+        self._pausing = asyncio.get_running_loop().create_task(self._pause())
         scope = " the job for all who run or follow it" if self._is_shared else ""
         self._display.say(f"pausing{scope}: storing finished rows; Ctrl-C again stops at once")
-        self._pausing = asyncio.get_running_loop().create_task(self._pause())
 
     async def _pause(self) -> JobView:
         return await self._jobs.steer(self._job_id, "pause")
