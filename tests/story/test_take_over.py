@@ -106,3 +106,18 @@ def test_a_standby_takes_over(project: Path, end: signal.Signals):
             first.signal(signal.SIGCONT)
             second.stop()
             client.close()
+
+
+def test_a_standby_ends_at_a_signal(project: Path):
+    """As a rollout ends it, which kills it after a while."""
+    words = [sys.executable, "-m", "batchmill", "serve", "--data-dir", "data", "--port", "0"]
+    with (
+        RunningServer(project),
+        subprocess.Popen(words, cwd=project, stderr=subprocess.PIPE, text=True) as standby,
+    ):
+        assert standby.stderr is not None
+        while "standing by" not in (line := standby.stderr.readline()):
+            assert line, "it has ended"
+        standby.terminate()
+        said = standby.stderr.read()
+    assert standby.returncode == 0 and "stopped before it served" in said and "is killed" not in said
