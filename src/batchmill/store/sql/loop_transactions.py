@@ -49,7 +49,6 @@ class LoopTransactions(SharedTransactions):
         self._writer, self._at_once = writer, at_once
         self._others = 0  # functions in the thread that begin transactions of their own
         self._scheduled: Loop | None = None  # the loop that is to take the turn
-        self._is_behind = False  # the last turn on a loop left calls for want of time
         self._in_thread_s, self._in_thread_until = IN_THREAD_S, 0.0
         self._is_closing = False
 
@@ -85,11 +84,11 @@ class LoopTransactions(SharedTransactions):
         return scheduled is not None
 
     def _submit_turn(self) -> None:
-        if not self._schedule(self._waiting[0]):
+        if not self._schedule(self._waiting[0], post):
             super()._submit_turn()
 
-    def _schedule(self, first: Call[Any], ended: Ended | None = None) -> bool:
-        """Have the loop take the turn, if it may run the first call that waits. `ended` is resolved before."""
+    def _schedule(self, first: Call[Any], post: Callable[..., bool]) -> bool:
+        """Have the loop take the turn, if it may run the first call that waits. Args: post: when on the loop."""
         if not first.is_short or self._others or time.monotonic() < self._in_thread_until:
             return False
         with self._lock:
@@ -97,15 +96,9 @@ class LoopTransactions(SharedTransactions):
                 return False
             self._scheduled = first.loop
         # If it has ended, who withdraws the turn first takes it.
-        if not self._is_behind:
-            return post(first.loop, self._take_on_loop, first.loop, ended) or not self._withdraw()
-        if ended:
-            post(first.loop, resolve, ended)
-        return post_last(first.loop, self._take_on_loop, first.loop, None) or not self._withdraw()
+        return post(first.loop, self._take_on_loop, first.loop) or not self._withdraw()
 
-    def _take_on_loop(self, loop: Loop, ended: Ended | None) -> None:
-        if ended:
-            resolve(ended)
+    def _take_on_loop(self, loop: Loop) -> None:
         with self._lock:
             if self._scheduled is not loop:
                 return  # the turn is a thread's now
@@ -158,7 +151,6 @@ class LoopTransactions(SharedTransactions):
                 raise
             return
         self._note_duration(began)
-        self._is_behind = len(results) < len(calls)  # then what else is ready comes before the next turn
         self._waiting.extendleft(reversed(calls[len(results) :]))
         self._threads.submit(self._commit, transaction, calls[: len(results)], results)
 
@@ -179,12 +171,7 @@ class LoopTransactions(SharedTransactions):
             self._turn()
             return
         ended: Ended = [(call, result, None) for call, result in zip(calls, results, strict=True)]
-        loop = calls[0].loop
-        if self._leave_turn():
-            post(loop, resolve, ended)
-            return
-        first = self._waiting[0]
-        if first.loop is loop and self._schedule(first, ended):
-            return
-        post(loop, resolve, ended)
-        self._turn()
+        post(calls[0].loop, resolve, ended)
+        # What else is ready comes before another turn: more calls share it, and none waits long for many turns.
+        if not self._leave_turn() and not self._schedule(self._waiting[0], post_last):
+            self._turn()
