@@ -106,13 +106,14 @@ async def test_a_cancel_that_nobody_answers_is_not_the_end(folder, opened, provi
     service = await opened()
     job = (await service.submit(order(folder, far(provider, cancel_wait_s=0.2)))).id
     await seen(service, job, lambda: provider.calls["look"] > 4)
-    there = len(provider.running)
+    there = set(provider.running)
     for operation in ("cancel", "look", "list", "files"):
         provider.faults[operation] = ["503"] * 10_000
     view = await service.cancel(job)
     assert (view.state, view.reason, view.cancelling is not None) == ("paused", "route_failed", True)
     assert "did not reply" in view.message and "resume it" in view.message
-    assert all(each in view.message for each in provider.running) and len(provider.running) == there > 0
+    assert all(each in view.message for each in provider.running)
+    assert set() < there <= set(provider.running)  # another one may just have been submitted
     assert [each.job for each in await service._stalled.poll()] == [job]  # a server tries again by itself
     provider.faults.clear()
     await service.resume(job)
