@@ -379,6 +379,23 @@ async def test_a_process_ends_with_its_worker(validators: Validators, code: Path
     ]
 
 
+async def test_an_error_of_our_own(code: Path, monkeypatch: pytest.MonkeyPatch, validators: Validators) -> None:
+    """No answer waits for ever: each is refused with the reason, and later ones are checked."""
+    schema = schema_of(code, "Review")
+
+    async def fail(*_: Any) -> None:
+        raise RuntimeError("no more threads")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.ValidatorProcess, "check", fail)
+        with pytest.raises(ValidatorFailed, match="cannot validate: RuntimeError: no more threads"):
+            await validators.checked(schema, b'{"text":"good"}')
+    (each,) = validators._classes.values()
+    with pytest.raises(RuntimeError, match="no more threads"):
+        await each.work
+    assert await validators.checked(schema, b'{"text":"good"}') == Checked([])
+
+
 async def test_many_classes_take_turns(code: Path, monkeypatch: pytest.MonkeyPatch, validators: Validators) -> None:
     """A worker has a few processes at once, however many classes its jobs have; those without answers end."""
     monkeypatch.setattr(module, "IDLE_MAX", 1)

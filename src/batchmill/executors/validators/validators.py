@@ -42,6 +42,7 @@ TURN_S = 5.0  # if others wait
 CLASSES_MAX = 256  # that are kept although nothing waits for them
 READ_BYTES = 64 * 1024  # of replies, that are read ahead
 END_S = 1.0  # for a process to end that has closed its pipes
+KILLED_S = 10.0  # for one that was killed: the kernel may hold it for longer, on a disk that does not answer
 FINISH_S = 30.0  # for what waits when an engine has ended
 
 
@@ -154,13 +155,20 @@ class ValidatorProcess:
             return "closed its pipes and was killed"
         return f"ended by {signal.Signals(-code).name if code < 0 else f'exit {code}'}"
 
-    async def close(self) -> None:
-        """End it with all that it has started. What has left its group may hold its pipes: their ends here are closed,
-        or the process would count as running. It is known by its mark."""
+    def kill(self) -> None:
+        """Kill it with its group. What has left the group may hold its pipes: their ends here are closed, or the
+        process would count as running.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._transport.close()
-        await self._process.wait()
+
+    async def close(self) -> None:
+        """Kill it with all that it has started, which is known by its mark."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILLED_S):
+                await self._process.wait()
         await asyncio.to_thread(kill_marked, self._mark)
 
 
@@ -231,17 +239,25 @@ class _Class:
 
     async def _run(self, before: asyncio.Task[None] | None = None) -> None:
         """Args: before: was cancelled, and its process is to be ended."""
-        if before is not None:
-            await asyncio.wait((before,))
-            await self._end_process()
-        while self._waiting:
-            await self._slots.take(self)
-            try:
-                await self._take_turn(asyncio.get_running_loop().time() + TURN_S)
-            finally:
-                ended = self._slots.give(self)
-                for each in ended:
-                    await each.close()
+        try:
+            if before is not None:
+                await asyncio.wait((before,))
+                await self._end_process()
+            while self._waiting:
+                await self._slots.take(self)
+                try:
+                    await self._take_turn(asyncio.get_running_loop().time() + TURN_S)
+                finally:
+                    ended = self._slots.give(self)
+                    for each in ended:  # all of them, also if this is cancelled while it waits for one
+                        each.kill()
+                    for each in ended:
+                        await each.close()
+        except Exception as error:  # what waits would wait for ever
+            failure = ValidatorFailed(f"{self._order.source} cannot validate: {type(error).__name__}: {error}")
+            while self._waiting:
+                self._tell(failure)
+            raise
 
     @property
     def is_needed(self) -> bool:
