@@ -81,5 +81,5 @@ def test_workers_say_nothing_of_a_job_whose_rows_have_run(state, notes):
     """While results are written, the view shows how far, and no note of a worker that was starting."""
     runner = SimpleNamespace(models=[], spec=SimpleNamespace(code=None), rows_run=None, waits_for="", progress=0.5)
     worker = SimpleNamespace(stats=EngineStats(note="setting up f"), is_ready=True)
-    found = view_at_work(view(state), runner, SimpleNamespace(workers_of=lambda models, code: [worker]))
+    found = view_at_work(view(str(state)), runner, SimpleNamespace(workers_of=lambda models, code: [worker]))
     assert (found.progress, found.notes) == (0.5, notes)

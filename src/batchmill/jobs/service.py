@@ -196,7 +196,7 @@ class JobService:
                     runner = self._active.running(view.id)
                 view = await self.show(view.id)  # it may have changed meanwhile
                 if runner is None and self._active.running(view.id) is not None:
-                    continue  # this is no end: somebody has resumed it
+                    continue  # this is no end: it has been resumed
             if runner is None or runner.task is None:
                 yield view
                 return

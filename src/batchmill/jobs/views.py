@@ -139,9 +139,9 @@ def _in_use(spec: JobSpec) -> list[ModelSpec]:
 
 def view_at_work(view: JobView, runner: JobRunner, dispatcher: Dispatcher) -> JobView:
     """The view of a running job, with data of its runner and its workers."""
-    models = runner.models
-    if view.state is JobState.FINALIZING:  # no row is left for the workers
+    if view.state == JobState.FINALIZING:  # no row is left for the workers
         return msgspec.structs.replace(view, progress=runner.progress)
+    models = runner.models
     workers = dispatcher.workers_of(models, runner.spec.code)
     stats, is_served = [worker.stats for worker in workers], len(models) == 1 and any(each.is_ready for each in workers)
     waiting = [] if is_served else _waiting_models(models, runner, dispatcher)

@@ -71,7 +71,7 @@ class PrefixOwner(Struct, frozen=True):
     database: str
     host: str = ""
     life: str = ""  # random: other processes that open the database have others; empty: a take-over wrote it
-    renewed: float = 0.0  # seconds since the epoch, by the clock of that host; only shown
+    renewed: float = 0.0  # seconds since the epoch, by the clock of that host: shown, and see FRESH_S
     taken: int = 0  # how often the prefix was taken over before
     file: str = ""  # which of all copies the database is; empty: unknown, or a take-over wrote it
 

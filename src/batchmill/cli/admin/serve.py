@@ -122,6 +122,7 @@ async def _serve(session: Session, config: Config) -> int:
         try:
             async with open_server(config) as running:
                 is_open = True
+                _tune_interpreter()
                 _announce(session, running)
                 if not await _stops_in_order(stop, running):
                     code = EXIT_FAILED
@@ -137,11 +138,14 @@ async def _serve(session: Session, config: Config) -> int:
     return code
 
 
-def _announce(session: Session, running: Running) -> None:
+def _tune_interpreter() -> None:
     gc.collect()
     gc.freeze()  # these objects stay: scanning them again and again would delay every request
     gc.set_threshold(*COLLECTED_AT)
     sys.setswitchinterval(SWITCH_S)
+
+
+def _announce(session: Session, running: Running) -> None:
     if session.as_json:
         more = {} if running.grpc is None else {"grpc": running.grpc}
         session.emit("serving", url=running.url, **more)

@@ -35,7 +35,7 @@ async def follow_own_rows(
     follow: Callable[[Submitted], Awaitable[Followed]],
     go_on: Callable[[], Awaitable[Submitted]] | None,
 ) -> Followed:
-    """Follow a job until it has ended, or pauses for another reason than the sample of somebody else.
+    """Follow a job until it has ended, or pauses for another reason than another caller's sample.
 
     Args:
         sample: which the caller asked for; None: all rows.
@@ -77,7 +77,7 @@ async def resumed(jobs: JobsClient, submitted: Submitted) -> Submitted:
 def sample_to_resume(view: JobView) -> Sample | None:
     """The rows that a job runs for who resumes it: the rest of a sample that was interrupted, otherwise all.
 
-    Args: view: of the job before that. One that runs, runs the sample of somebody else.
+    Args: view: of the job before that. One that runs, runs another caller's sample.
     """
     is_interrupted = JobState(view.state) == JobState.PAUSED and not is_sampled(view)
     return view.sample if is_interrupted else None
